@@ -133,7 +133,7 @@ def answering(model_of: ModelOf) -> Iterator[AnswerOf]:
 
 @contextmanager
 def cores(model: ModelConfig) -> Iterator[StartCore]:
-    """As `engines`, but without the front end, for tests that step several engines by hand."""
+    """Engines without the front end, for tests that step several of them by hand; see `engines`."""
     with ExitStack() as stack:
         yield lambda *args, **options: core_in(stack, config_of(model, *args, **options))
 
@@ -166,8 +166,8 @@ class Legs:
     def __init__(self, *cores: EngineCore) -> None:
         self.cores = cores
         self.completions: dict[tuple[int, str], Completion] = {}
-        self.num_preempted: Counter[int] = Counter()  # By engine.
-        self.transfers: list[dict[str, Any]] = []  # Delivered, as their consumers have counted them.
+        self.num_preempted: Counter[int] = Counter()  # Preemptions in each engine, by the id of its core.
+        self.transfers: list[dict[str, Any]] = []  # Consumers' records of delivered transfers.
         self._pause = threading.Event()
 
     def add(
@@ -272,7 +272,7 @@ def run_counting(
     sampling: SamplingParams,
     params: Sequence[dict[str, Any] | None],
 ) -> tuple[list[list[int]], list[SchedulerStats]]:
-    """As `generate`, with the statistics of each step. Raises AssertionError for an answer with an error."""
+    """`generate` that also returns each step's statistics. Raises AssertionError if an answer fails."""
     answers: dict[str, list[int]] = {}
     for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
         request_id = f"counted-{index}"

@@ -129,7 +129,7 @@ class StoreWorkerHalf(KVConnectorWorkerHalf):
         self._folder = Path(path)
         self._rank = rank
         self.caches: list[torch.Tensor] = []
-        self._started: list[StoreLoad] = []  # Started in this step; they end in the next one.
+        self._started: list[StoreLoad] = []  # Loads of this step; they end in the next one.
         self._ending: list[StoreLoad] = []
         self._saved: list[str] = []
         self._invalid: set[int] = set()

@@ -14,8 +14,8 @@ from baton.contract.base import CopyBlocksOp
 
 
 class _Counted:
-    blocks: ClassVar[Counter[str]] = Counter()  # Copied, by direction.
-    fails: ClassVar[str | None] = None  # In this direction.
+    blocks: ClassVar[Counter[str]] = Counter()  # Copied blocks, by direction.
+    fails: ClassVar[str | None] = None  # The direction in which copies fail.
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         def copy(source: Any, target: Any, taken: list[int], placed: list[int], direction: Any) -> None:

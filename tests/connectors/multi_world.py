@@ -55,10 +55,10 @@ class OwnReport(KVConnectorWorkerMetadata):
 class ScriptedScheduler(KVConnectorSchedulerHalf):
     def __init__(self, name: str) -> None:
         self.name = name
-        self.answers: dict[str, Any] = {}  # By request: (count, is_async), or an exception.
+        self.answers: dict[str, Any] = {}  # (count, is_async) or an exception, by request.
         self.at_alloc: dict[str, Exception] = {}
-        self.at_end: dict[str, Any] = {}  # (delay_free, params), or an exception.
-        self.raises: dict[str, Exception] = {}  # By method about a step; raised once.
+        self.at_end: dict[str, Any] = {}  # (delay_free, params) or an exception, by request.
+        self.raises: dict[str, Exception] = {}  # Exceptions that methods about a step raise once, by method.
         self.adds: tuple[set[str], set[str]] = (set(), set())  # (sent, received), added to the next report.
         self.allocated: list[tuple[str, int]] = []
         self.taken_back: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ class ScriptedWorker(KVConnectorWorkerHalf):
         self.name = name
         self.rank = rank
         self.raises: set[str] = set()  # Methods that raise in this step.
-        self.results = KVConnectorTransferResults()  # Of this step.
+        self.results = KVConnectorTransferResults()  # The results of this step.
         self.invalid: set[int] = set()
         self.expected = 0  # Number of reports of an id, to be reported once.
         self.calls: list[str] = []

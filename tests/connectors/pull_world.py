@@ -110,7 +110,7 @@ class FakeRequest:
     cache_salt: str | None = None
     num_computed_tokens: int = 0
     prefilled_tokens: Any = None
-    trace_headers: Any = None  # vLLM's, as the next ones.
+    trace_headers: Any = None  # This field and the next three are vLLM's.
     lora_request: Any = None
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None
@@ -139,7 +139,7 @@ class Wire:
     """The control network: frames in flight, delivered when the test says so."""
 
     def __init__(self) -> None:
-        self.stations: dict[str, Station] = {}  # By url: the engine that answers there.
+        self.stations: dict[str, Station] = {}  # The engine that answers at each url.
         self.is_cut = False  # Nothing arrives.
         self.drop: list[type] = []  # Messages of these types get lost.
         self.carried: list[Envelope] = []
@@ -204,12 +204,12 @@ class World:
         self.wire = Wire()
         self.network = MemoryNetwork()
         self.engines: list[Engine] = []
-        self.names: dict[str, RequestNames] = {}  # By engine id, for engines that start later.
+        self.names: dict[str, RequestNames] = {}  # Names for engines that start later, by engine id.
         self._urls: dict[str, str] = {}
         self._epochs = 0
 
     def engine(self, engine_id: str, **config: Any) -> Engine:
-        """Starts one; a second one of the same id is its successor, at the same url."""
+        """Starts an engine; a second one of the same id succeeds the first one, at the same url."""
         url = self._urls.setdefault(engine_id, f"tcp://127.0.0.1:{1001 + len(self._urls)}")
         self._epochs += 1
         engine = self.engine_kind(self, engine_config(engine_id, **config), url, Epoch(self._epochs))
@@ -279,10 +279,10 @@ class Engine:
         self.lent: dict[str, list[int]] = {}
         self.parked: dict[str, Parked] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self.held: dict[str, list[int]] = {}  # Aborted while loading.
+        self.held: dict[str, list[int]] = {}  # Blocks of requests that were aborted while loading.
         self.recomputed: set[str] = set()
         self.stats: list[dict[str, Any]] = []
-        self.version: str | None = None  # The weights that it computes with; None: those of its start.
+        self.version: str | None = None  # The engine's weights; None: those of its start.
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
@@ -374,7 +374,7 @@ class Engine:
     def end_prompt(
         self, asked: FakeRequest, block_ids: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED
     ) -> dict[str, Any] | None:
-        """It ends. Returns the kv_transfer_params of the answer."""
+        """Ends the request. Returns the kv_transfer_params of its answer."""
         asked.status = status
         delay_free, answer = self.half.request_finished(asked, block_ids)
         if delay_free:
@@ -433,8 +433,8 @@ class Engine:
         self.held[request.request_id] = parked.block_ids
 
     def finish(self, request: FakeRequest, block_ids: list[int]) -> None:
-        """The end of a request that ran here; its blocks go."""
-        self.half.update_state_after_alloc(request, FakeBlocks(block_ids), 0)  # Scheduled after its load.
+        """Ends a request that ran here, and frees its blocks."""
+        self.half.update_state_after_alloc(request, FakeBlocks(block_ids), 0)  # The host schedules it.
         request.status = Status.FINISHED_STOPPED
         assert self.half.request_finished(request, block_ids) == (False, None)
         self.give_back(block_ids)
@@ -504,7 +504,7 @@ class Engine:
     # --- Ends ----------------------------------------------------------------------------------
 
     def counted(self, name: str) -> Any:
-        """Over all steps: a number, or {reason or peer: number}, or all records."""
+        """The count over all steps: a number, or {reason or peer: number}, or all records."""
         values = [stats[name] for stats in self.stats]
         if name in ("transfers", "failed", "loans"):
             return [record for value in values for record in value]

@@ -37,16 +37,16 @@ class Prefill:
     request: FakeRequest
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    is_known: bool = False  # To the ranks.
+    is_known: bool = False  # The ranks know the request.
     is_preempted: bool = False
 
 
 class PushEngine(Engine):
     def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
         self.prefills: dict[str, Prefill] = {}
-        self.chunks: dict[str, int] = {}  # To be computed in the next step.
+        self.chunks: dict[str, int] = {}  # Tokens to compute in the next step, by request.
         self.preempted: set[str] = set()
-        self.finished: dict[str, dict[str, Any] | None] = {}  # What each prefill's answer says.
+        self.finished: dict[str, dict[str, Any] | None] = {}  # Params of each prefill's answer.
         self.on_layer: Callable[[int], None] | None = None  # Called when a layer of a step is computed.
         super().__init__(world, config, url, epoch)
 
@@ -89,7 +89,7 @@ class PushEngine(Engine):
         self.chunks[request_id] = num_tokens
 
     def preempt(self, request_id: str) -> None:
-        """It loses its blocks, and somebody else writes into them at once."""
+        """Takes the request's blocks, and overwrites them at once."""
         prefill = self.prefills[request_id]
         for worker in self.workers:
             worker.cache[:, prefill.block_ids] = -2.0  # type: ignore[attr-defined]

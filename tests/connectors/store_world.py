@@ -69,7 +69,7 @@ class StoreWorld:
                 answer.last = part
 
     def call_hooks(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> None:
-        """Before the layers of a step."""
+        """Calls the worker's hooks that come before the layers of a step."""
 
     def run(self) -> None:
         for _ in range(3000):

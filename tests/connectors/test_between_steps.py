@@ -16,7 +16,7 @@ from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_
 
 
 class Busy(Engine):
-    """In one long step: after `begin` its connector gets all messages but no calls of a step."""
+    """An engine in one long step: after `begin` its connector gets all messages but no calls of a step."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -55,7 +55,7 @@ def test_a_prompt_arrives_in_the_middle_of_a_step(
 
 
 def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineConfig], Busy]) -> None:
-    """In time only if the effects are executed at once: the next renewal is a minute away."""
+    """The renewal is in time only if effects are executed at once: the next one is a minute away."""
     timers = {"ttl_s": 300.0, "loan_max_s": 600.0}
     extra = {"transports": ["local"], "timers": timers, "stream": "off"}
     p, d = (start(engine_config(name, extra=extra, connector="BatonPushConnector")) for name in ("p", "d"))
@@ -140,7 +140,7 @@ def test_effects_that_fail_are_counted_and_contained(
 
 
 def test_without_a_bound_rank_orders_go_with_the_step(start: Callable[[EngineConfig], Busy]) -> None:
-    """As in hosts that plan one step while another one runs."""
+    """Hosts that plan one step while another one runs bind no rank."""
     p = start(engine_config("p", extra={"transports": ["local"]}))
     d = Engine(engine_config("d", extra={"transports": ["local"]}))
     try:

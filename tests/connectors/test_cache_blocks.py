@@ -16,7 +16,7 @@ POOL = AlignedPool(1)
 
 
 def caches(seed: int) -> dict[str, torch.Tensor]:
-    """Of layers with blocks in one piece, with unused memory between them, and in no piece."""
+    """Caches of layers with blocks in one piece, with unused memory between them, and in no piece."""
     draw = torch.Generator().manual_seed(seed)
     padded = torch.rand(NUM_BLOCKS, 3, BLOCK_TOKENS, generator=draw)[:, :2]
     apart = torch.rand(2, NUM_BLOCKS, BLOCK_TOKENS, generator=draw).transpose(0, 1)

@@ -109,7 +109,7 @@ def test_prompt_logprobs_are_computed_without_the_load_and_the_loan_ends_at_once
     of_d, of_one = (raw.rows(0, len(raw)) for raw in (decoded.prompt_logprobs, expected.prompt_logprobs))
     assert [entry.chosen.token_id for entry in of_d] == prompt[1:]
     assert [e.chosen.logprob for e in of_d] == pytest.approx([e.chosen.logprob for e in of_one], abs=1e-4)
-    for engine in (p, d):  # Long before the loan's own deadline.
+    for engine in (p, d):  # The loan's own deadline is much later.
         engine.settle(SETTLE_S)
         assert engine.core.scheduler.remote.num_held == 0
 

@@ -215,7 +215,7 @@ def test_what_could_not_be_copied_to_the_device_is_computed_there(
 
 @pytest.mark.slow
 def test_a_mirror_that_could_not_be_written_is_not_read(start: Start, expected: list[list[int]]) -> None:
-    """Its ticket is out before anybody could take it back: the prompt is computed in one step."""
+    """P sends the ticket before it could withdraw it, because one step computes the whole prompt."""
     p, d = start("p", budget=64), start("d")
     COUNTED.fails = "d2h"
     answer = hand_over(p, d, PROMPT)

@@ -98,7 +98,7 @@ class Rank:
 
 
 def number_of(name: str, head: int, token: int, element: int) -> float:
-    """Of those that every dtype here can hold."""
+    """The number for this element; every dtype here can represent it."""
     mixed = 31 * len(name) + 17 * head + 5 * token + 3 * element + head * token * (element + 1)
     return float(mixed % (8 if name == "mla" else 101))
 
@@ -206,7 +206,7 @@ def test_caches_that_hold_something_else_are_refused(theirs: Shape, error: str) 
 
 
 def test_index_keys_of_unknown_packing_move_in_whole_blocks() -> None:
-    """As vLLM's kernels write them: the keys of a block, then their scales."""
+    """Each block has its keys first and then their scales, because vLLM's kernels write them so."""
     shape = Shape(2, specs=changed("mla.index", packing="vllm indexer"))
     network = MemoryNetwork()
     p, d = Engine("p", shape, network), Engine("dd", Shape(specs=shape.specs), network)

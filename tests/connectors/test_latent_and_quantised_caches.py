@@ -45,9 +45,9 @@ pytestmark = pytest.mark.slow
 # A family, and the dtype of its cache if that is another one.
 FAMILIES = [
     "deepseek_v3",
-    "deepseek_v32",  # Has a second cache in each layer.
+    "deepseek_v32",  # Each layer has a second cache.
     "deepseek_v2 int8_per_token_head",
-    "deepseek_v32 fp8_e4m3",  # Its index keys stay in float32.
+    "deepseek_v32 fp8_e4m3",  # The index keys stay in float32.
     "llama fp8_e4m3",
     "qwen3 int8_per_token_head",
 ]

@@ -47,7 +47,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
 
 
 def damage(path: Path) -> None:
-    """In its last section."""
+    """Flips a bit in the file's last section."""
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)

@@ -54,7 +54,7 @@ class Host(Engine):
         return self.lender.half
 
     def store(self, tokens: list[int]) -> None:
-        """As many of the prompt's chunks as find a slot."""
+        """Stores as many of the prompt's chunks as find a slot."""
         keys = keys_of(tokens)
         for number, key in enumerate(keys):
             if key in self.index:
@@ -170,7 +170,7 @@ def test_a_loan_that_is_taken_back_or_expired_frees_the_slots_and_a_late_consume
         else:
             a.half.take_back(lent[1])
         a.assert_whole()
-        a.store(tokens_of(2, NUM_SLOTS * BLOCK))  # They are somebody else's now.
+        a.store(tokens_of(2, NUM_SLOTS * BLOCK))  # Another prompt takes the slots.
         request = d.fetch("r", tokens, lent[1])
         world.settle()
         assert d.read_out(request).valid_tokens == 0
@@ -317,7 +317,7 @@ def test_an_engine_answers_with_the_tokens_of_one_that_computes_from_anothers_ho
         lent = a.lend([*prompt, 7]).kv_transfer_params
         assert lent is not None
         assert lent["remote_num_tokens"] == lent["baton_cached_tokens"] == 48  # Whole blocks.
-        a.tokens(prompt_of(150, step=11))  # Takes all slots that are not lent.
+        a.tokens(prompt_of(150, step=11))  # The prompt takes all slots that are not lent.
         answer = b.ask(prompt, params=lent)
         assert (answer.token_ids, answer.num_transferred_tokens) == (expected, 48)
         a.wait_released()
@@ -330,7 +330,7 @@ def test_an_engine_answers_with_the_tokens_of_one_that_computes_from_anothers_ho
             assert (back.token_ids, back.num_transferred_tokens) == (expected, 48)
             b.wait_released()
             b.assert_whole()
-        assert a.counts["lent_tokens"] == (0 if is_multi else 48)  # In a Multi they are the child's.
+        assert a.counts["lent_tokens"] == (0 if is_multi else 48)  # A Multi's child counts them.
 
 
 THROUGH_CACHE: Any = {"baton_lend_stored": True, "do_remote_decode": True}

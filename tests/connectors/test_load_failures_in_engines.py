@@ -114,7 +114,7 @@ def test_an_error_in_the_middle_of_a_step_with_loads(storing: LLM, alone: LLM, p
 def test_a_background_load_that_is_never_reported(
     start: Start, alone: LLM, tmp_path: Path, in_a_multi: bool
 ) -> None:
-    """Its request ends with an error, and its blocks stay held, because a write may still arrive there."""
+    """The request ends with an error, and its blocks stay held, because a write may still arrive there."""
     llm = start(multi(faulty_store(tmp_path)) if in_a_multi else faulty_store(tmp_path))
     llm.generate([PROMPT], GREEDY)
     forget(llm)

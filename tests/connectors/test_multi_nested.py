@@ -130,7 +130,7 @@ def test_an_engine_loads_through_any_nesting(
         (tokens,), stats = run_counting(llm, [PROMPT], GREEDY, [None])
         assert tokens == expected.token_ids
         seen += [each.kv_connector_stats for each in stats if each.kv_connector_stats]
-        forget(llm)  # After all transfers have ended; the next step reports them.
+        forget(llm)  # All transfers have ended; the next step reports them.
     for data in seen:
         metrics.observe(data)
     assert (value(registry, "kv_offload_hit_tokens_total") or 0) >= 48, "loaded from host memory"

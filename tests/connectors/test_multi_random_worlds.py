@@ -33,11 +33,12 @@ def any_answer(draw: Random) -> Any:
 class Twin:
     """The expected state."""
 
-    broken: dict[str, set[str]] = field(default_factory=dict)  # By request: children that have failed for it.
+    broken: dict[str, set[str]] = field(default_factory=dict)  # Children that have failed, by request.
     loader: dict[str, str] = field(default_factory=dict)
-    arrived: dict[str, set[int]] = field(default_factory=dict)  # Ranks that have reported the load.
+    arrived: dict[str, set[int]] = field(default_factory=dict)  # Ranks that have reported, by request.
     bad: set[str] = field(default_factory=set)
-    lent_by: dict[str, dict[str, set[int]]] = field(default_factory=dict)  # By child: ranks that have sent.
+    # Ranks that have sent, by request and child.
+    lent_by: dict[str, dict[str, set[int]]] = field(default_factory=dict)
 
     def choose(self, request_id: str, answers: dict[str, Any]) -> tuple[int | None, bool, str | None]:
         best: tuple[int | None, bool, str | None] = (0, False, None)
@@ -63,7 +64,7 @@ class Game:
         self.world = MultiWorld(CHILDREN, NUM_RANKS)
         self.twin = Twin()
         self.count = 0
-        self.live: list[str] = []  # Not finished.
+        self.live: list[str] = []  # Requests that have not finished.
         self.begun: dict[str, str] = {}  # Asynchronous loads since the last step.
         self.sync: dict[str, set[int]] = {
             child: set() for child in CHILDREN

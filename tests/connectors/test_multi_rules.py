@@ -109,7 +109,7 @@ def test_only_the_loader_is_asked_about_its_load() -> None:
 
 
 def test_the_null_block_is_never_reported_as_bad() -> None:
-    """With several block tables, id 0 is the null block; with one table it is a block."""
+    """Id 0 is the null block where there are several block tables; with one table it is a block."""
     for tables, invalid in (([[0, 11, 12], [0, 0, 22]], {11, 12, 22}), ([[0, 11, 12]], {0, 11, 12})):
         world = MultiWorld()
         world.schedulers["a"].answers["r"] = (12, False)

@@ -101,7 +101,7 @@ def test_the_rest_of_a_prompt_is_loaded_after_a_local_hit(
     engine = start(24, extra={"blocks_per_chunk": 2})
     prompt = prompt_of(60)
     assert engine.tokens(prompt) == expected(prompt)
-    engine.tokens(prompt_of(35, step=11))  # Takes some of the blocks.
+    engine.tokens(prompt_of(35, step=11))  # The prompt takes some of the blocks.
     again = engine.ask(prompt)
     assert again.token_ids == expected(prompt)
     assert 0 < again.num_transferred_tokens < again.num_cached_tokens

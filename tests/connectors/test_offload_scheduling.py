@@ -109,7 +109,7 @@ class OffloadWorld(StoreWorld):
 
 
 def test_the_end_of_a_prompt_is_evicted_first() -> None:
-    """Without its beginning, nothing of a prompt can be found."""
+    """Nothing of a prompt can be found without its beginning."""
     world = OffloadWorld(num_slots=12, num_blocks=60)
     for name, prompt in {"a": STEMS[0], "b": STEMS[1][:16]}.items():  # Ten chunks, and four.
         world.add(engine_request(name, prompt, max_tokens=1))
@@ -124,7 +124,7 @@ def test_the_end_of_a_prompt_is_evicted_first() -> None:
 
 
 class NamedByFirstWord(RequestNames):
-    """As if requests had other inputs beside their tokens, by their ids."""
+    """Names of requests as if they had other inputs than tokens: the first word of their ids."""
 
     def extra_of(self, request: Any) -> bytes:
         first: str = request.request_id.split()[0]
@@ -188,7 +188,7 @@ def test_a_prompt_with_a_priority_stays_until_its_ttl_is_over() -> None:
     world.serve("c", STEMS[2])
     world.now_s = 59.0
     assert world.num_kept("again", STEMS[0][:21]) == 5
-    world.now_s = 59.0 + 60.0  # Since the last use.
+    world.now_s = 59.0 + 60.0  # The TTL counts from the last use.
     world.serve("d", STEMS[1])
     assert world.num_kept("late", STEMS[0][:21]) == 0
     world.check()
@@ -219,7 +219,7 @@ def test_chunks_of_an_ended_session_make_room_first() -> None:
 
 
 def ask_for_loan(world: OffloadWorld, params: dict[str, Any]) -> dict[str, Any] | None:
-    """Of the five chunks of the first stem; the pull protocol is left out."""
+    """Asks for a loan of the five chunks of the first stem; the pull protocol is left out."""
     half = world.half
     half._lender = SimpleNamespace(lend=lambda *args: (5 * BLOCK, {"baton_ticket": "t"}))  # type: ignore[assignment]
     request = Request(engine_request("loan", STEMS[0][:21], params=params), block_size=BLOCK)
@@ -236,7 +236,7 @@ def test_a_loan_does_not_get_the_priority_of_the_request_before_it() -> None:
     world.serve("kept", STEMS[1][:9], params=retention(priority=5))
     lent = ask_for_loan(world, {"baton_lend_stored": True})
     assert lent == {"baton_ticket": "t", "baton_cached_tokens": 5 * BLOCK}
-    world.serve("new", STEMS[2])  # It takes all slots that may be evicted.
+    world.serve("new", STEMS[2])  # This request takes all slots that may be evicted.
     assert world.num_kept("again", STEMS[0][:21]) == 0
     world.check()
 

@@ -63,7 +63,7 @@ def test_a_retry_without_a_name_does_not_wait_for_the_first_attempt(world: PushW
     world.settle()
     second = d.follow("cmpl-abc-0-4567abcd", tokens, p, None)
     d.admit(second)
-    p.prefill_in_chunks("cmpl-abc-0-ffff0000", 5)  # The first attempt's, as good as any.
+    p.prefill_in_chunks("cmpl-abc-0-ffff0000", 5)  # These blocks were for the first attempt.
     world.end_delivered(d, second, is_last=False)
     world.pass_time(70)
     world.assert_whole()

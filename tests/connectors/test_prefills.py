@@ -60,14 +60,14 @@ def test_only_whole_blocks_of_the_prompt_are_announced(prefills: Prefills, agent
     prefills.step_done(1, 0.0)
     prefills.scheduled(2, later(7, 11, 2, 3, 4), 0.0)
     prefills.step_done(2, 0.0)
-    prefills.scheduled(3, later(18, 3, 5), 0.0)  # Decodes here for a while; not for others.
+    prefills.scheduled(3, later(18, 3, 5), 0.0)  # The request goes on decoding here; no engine reads that.
     prefills.step_done(3, 0.0)
     assert agent.told == [4, 16]
 
 
 def test_a_host_that_schedules_ahead_is_not_believed_ahead(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first(0, 4, 1), 0.0)
-    prefills.scheduled(2, later(4, 4, 1), 0.0)  # While step 1 still runs.
+    prefills.scheduled(2, later(4, 4, 1), 0.0)  # Step 1 still runs.
     prefills.step_done(1, 0.0)
     assert agent.told == [4]
     prefills.step_done(2, 0.0)
@@ -105,10 +105,10 @@ def test_a_layer_is_reported_when_the_slowest_rank_has_it(prefills: Prefills, ag
     prefills.layers_done(1, 1, 1, 0.0)
     assert agent.told == [4, (4, 12, 1)]
     prefills.layers_done(1, 1, 3, 0.0)
-    prefills.layers_done(1, 1, 2, 0.0)  # Overtaken.
+    prefills.layers_done(1, 1, 2, 0.0)  # Layer 3 has overtaken it.
     assert agent.told == [4, (4, 12, 1), (4, 12, 2)]
     prefills.step_done(1, 0.0)
-    prefills.layers_done(0, 1, 3, 0.0)  # Late.
+    prefills.layers_done(0, 1, 3, 0.0)  # The report is late.
     assert agent.told == [4, (4, 12, 1), (4, 12, 2), 12]
 
 
@@ -133,14 +133,14 @@ def test_others_requests_are_none_of_its_business(prefills: Prefills, agent: Fak
 
 @pytest.fixture
 def ahead(agent: FakeAgent) -> Prefills:
-    """Of a host that puts the next step together while the last one computes."""
+    """Prefills of a host that schedules the next step while the last one computes."""
     return Prefills(agent, BLOCK, 2, host_schedules_ahead=True)  # type: ignore[arg-type]
 
 
 def test_a_prefix_that_a_step_in_flight_computes_is_not_announced(ahead: Prefills, agent: FakeAgent) -> None:
     assert ahead.scheduled(1, first_step("not waited for", 0, 8, [0, 1]), 0.0)
     ahead.expect("r", T, 18)
-    ahead.scheduled(2, first(8, 4, 3), 0.0)  # Shares blocks 0 and 1, which step 1 still writes.
+    ahead.scheduled(2, first(8, 4, 3), 0.0)  # The request shares blocks 0 and 1, which step 1 still writes.
     assert agent.told == []
     ahead.step_done(1, 0.0)
     assert agent.told == []

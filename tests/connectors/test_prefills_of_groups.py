@@ -1,4 +1,7 @@
-"""Of layers with a window only what stays until the prompt is computed is told of; void if it does not."""
+"""Prefills of layers with a window: only blocks that stay until the prompt is computed are announced.
+
+When one of them does not stay, all announcements of the request are void.
+"""
 
 from typing import Any
 
@@ -11,7 +14,7 @@ from tests.connectors.prefills_world import FakeAgent, Progress, first_step, lat
 
 BLOCK, WINDOW, PROMPT = 4, 6, 18
 GROUPS = (KVCacheGroup((1,)), KVCacheGroup((0,), WINDOW))
-FIRST_SEEN = (PROMPT - WINDOW) // BLOCK  # In the window after the prompt: the fourth block.
+FIRST_SEEN = (PROMPT - WINDOW) // BLOCK  # The fourth block is the first one in the window after the prompt.
 
 
 def noted(progress: Progress) -> tuple[Any, ...]:

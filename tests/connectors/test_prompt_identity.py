@@ -39,7 +39,7 @@ def write_adapter(folder: Path, weights: bytes = b"weights", alpha: int = 16) ->
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(f'{{"r": 8, "lora_alpha": {alpha}}}')
     (folder / "adapter_model.safetensors").write_bytes(weights)
-    (folder / "README.md").write_text(str(folder))  # Which vLLM does not read.
+    (folder / "README.md").write_text(str(folder))  # vLLM does not read this file.
     return str(folder)
 
 
@@ -210,7 +210,7 @@ def test_an_adapter_in_place_of_another_leaves_requests_that_run_without_a_name(
     adapters.loading(new)
     assert not is_named(p, running)
     assert is_named(p, request_of(new))
-    late = request_of(old)  # Its front end had the old path; what computes it is not known.
+    late = request_of(old)  # The front end had the old path; which weights compute the request is not known.
     assert not is_named(p, late)
     assert not is_named(p, request_of(new)), "the host may have loaded the old one again"
 

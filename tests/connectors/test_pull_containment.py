@@ -145,7 +145,7 @@ def test_nothing_that_a_member_says_in_anothers_name_is_heard(
     heard: list[Envelope] = []
     monkeypatch.setattr(half._agent, "receive", lambda envelope, now: heard.append(envelope))
     liar.say(half, message, sender=claimer.address)
-    liar.say(half, message)  # In its own name.
+    liar.say(half, message)  # This one has the liar's own name.
     wait_until(lambda: not liar.hear() and bool(heard))
     assert [envelope.sender for envelope in heard] == [liar.address]
     assert half._control.num_forged_frames == 1  # type: ignore[attr-defined]

@@ -104,7 +104,7 @@ def test_asking_again_promises_the_same_until_it_is_fetched(world: World) -> Non
     assert world.network.reads == 0
     d.admit(request)
     world.settle()
-    assert d.half.get_num_new_matched_tokens(request, 0) == (0, False)  # Preempted, say, and asked again.
+    assert d.half.get_num_new_matched_tokens(request, 0) == (0, False)  # A preempted request asks again.
     d.read_out(request)
 
 
@@ -206,7 +206,7 @@ def test_a_loan_that_is_fetched_is_not_taken_back(world: World, name: str) -> No
     tokens = tokens_of(9)
     params = p.prefill("r", tokens)
     request = d.submit("r", tokens, params)
-    world.settle()  # Claimed.
+    world.settle()  # D claims the loan.
     p.half.take_back({name: params[name]})
     d.admit(request)
     world.settle()

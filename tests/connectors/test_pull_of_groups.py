@@ -47,7 +47,7 @@ def start(model_of: ModelOf) -> Iterator[Start]:
 
 
 def counted_bytes(llm: LLM) -> list[int]:
-    """Of each transfer from now on."""
+    """The bytes of each transfer from now on; the list grows as transfers end."""
     moved: list[int] = []
     step = llm.core.step
 
@@ -80,7 +80,7 @@ def test_the_tokens_are_those_of_a_single_engine(
         assert p.core.scheduler.kv_cache.is_hybrid == (hybrid == "auto")
         assert d.core.scheduler.reset_prefix_cache()
         moved.clear()
-        # Of the last but one, only a token is missing.
+        # D lacks only one token of the third prompt: its cache has the full blocks of the first one.
         for prompt in (prompt_of(70), prompt_of(3), prompt_of(69), [*prompt_of(60), 9, 9, 9]):
             decoded = hand_over(p, d, prompt)
             assert decoded.token_ids == answer_of(family, prompt)

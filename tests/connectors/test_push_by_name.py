@@ -83,7 +83,7 @@ def test_an_announcement_that_comes_before_the_producers_layout_is_read_when_it_
     p.begin("r", TOKENS, "t")
     p.prefill_in_chunks("r", 2 * BLOCK)
     request = d.submit("r", TOKENS, decode_leg(transfer_id="t"))
-    world.settle()  # Announced, and the peer is known; the request waits for blocks.
+    world.settle()  # P has announced it, and D knows P; the request waits for blocks.
     assert d.admit(request)
     world.settle()
     p.prefill_in_chunks("r", BLOCK + 1)
@@ -97,7 +97,7 @@ def test_a_producer_that_restarts_is_found_again(world: PushWorld) -> None:
     world.settle()
     p.kill()
     successor = world.engine("p", num_blocks=32)
-    world.pass_time(3)  # Its want is repeated, and answered by a stranger.
+    world.pass_time(3)  # D repeats its Want, and the successor, a stranger, answers.
     assert d.read_out(request).valid_tokens == 0
     again = d.submit("s-0123abcd", TOKENS, decode_leg())
     d.admit(again)

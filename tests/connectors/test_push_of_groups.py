@@ -82,7 +82,7 @@ class Handoffs:
                 self.only_d.step()
 
     def hand_over(self, prompt: list[int]) -> Completion:
-        """With the assertion that the tokens are those of the engine alone."""
+        """Hands the prompt over, and asserts that the tokens are those of the engine alone."""
         decoded, _ = self.begin(prompt)
         self.compute(1000)
         return self.end(decoded)
@@ -144,9 +144,9 @@ def test_the_tokens_are_those_of_a_single_engine(
     at_least = [64, 0, 16, 96]  # What steps before the last have computed.
     if stream == "off":
         at_least = [0, 0, 0, 0]
-    elif family == "mistral":  # All layers have a window: what lies before it is not read at all.
+    elif family == "mistral":  # All layers have a window: tokens before it are not read at all.
         at_least = [64 - 60, 0, 0, 96 - 88]
-    if stream == "layer":  # Of the last step too, as far as D has heard of its layers.
+    if stream == "layer":  # D also reads tokens of the last step, as far as it has heard of its layers.
         assert all(num >= least for num, least in zip(early, at_least, strict=True))
     else:
         assert early == at_least
@@ -288,7 +288,7 @@ def test_engines_that_differ_compute_for_themselves(
 
 
 def test_blocks_may_hold_all_layers_of_their_group(start: StartCore, answer_of: AnswerOf) -> None:
-    """On either side; where both have them so, a block is one run of bytes."""
+    """Blocks may do so on either side; where both sides have such blocks, a block is one run of bytes."""
     descriptors = []
     ps, ds = ([start(f"{name}{i}", cross_layer_blocks=bool(i)) for i in range(2)] for name in "pd")
     for index, (p, d) in enumerate([(ps[0], ds[0]), (ps[1], ds[0]), (ps[0], ds[1]), (ps[1], ds[1])]):

@@ -86,7 +86,7 @@ def test_a_bad_file_is_computed_removed_and_stored_again(
     assert by_b.token_ids == expected.token_ids
     assert by_b.num_transferred_tokens == 2 * CHUNK, "chunks before it must be used"
     b.settle(WAIT_S)
-    b.close()  # Waits for its writer.
+    b.close()  # Closing waits for the writer.
     assert bad.stat().st_size == len(whole)
     (again,) = start(storage(tmp_path)).generate([prompt], GREEDY)
     assert again.token_ids == expected.token_ids
@@ -163,7 +163,7 @@ def test_loaded_chunks_stay_longest_and_their_beginning_longest(start: Start, tm
         os.utime(path, (1000.0, 1000.0))
     (by_b,) = b.generate([prompt], GREEDY)
     assert by_b.num_transferred_tokens == 5 * CHUNK
-    b.close()  # Its threads have ended.
+    b.close()  # The engine's threads have ended.
     used = [path.stat().st_mtime for path in paths]
     assert len(used) == 5
     assert all(earlier > later > 1000.0 for earlier, later in pairwise(used))

@@ -197,7 +197,7 @@ def test_a_chunk_of_any_model_is_verified_by_its_sections(encrypts: bool) -> Non
     body = body_of(layers_of()).numpy().data
     stored = bytearray(b"".join(seal(NAME, form.entries, body, KEY, encrypts=encrypts, ends=ends)))
     check_sealed(memoryview(bytearray(stored)), NAME, KEY)
-    for position in (-1, len(stored) - FORM.nbytes):  # Of either section.
+    for position in (-1, len(stored) - FORM.nbytes):  # One byte of each section.
         changed = bytearray(stored)
         changed[position] ^= 1
         with pytest.raises(Unusable, match="checksum"):
@@ -267,7 +267,7 @@ def test_files_cannot_be_signed_without_the_secret(path: Path) -> None:
 
 
 def test_another_caches_shape_is_refused(path: Path) -> None:
-    """It has equally many bytes, and is signed."""
+    """The other cache's file has equally many bytes, and is signed."""
     turned = {name: LayerShape(shape.shape[::-1], shape.dtype) for name, shape in SHAPES.items()}
     form = FileForm(turned)
     write(path, NAME, form, form.new_body().zero_(), KEY, fsync=False)
@@ -420,7 +420,7 @@ def test_a_sweep_removes_abandoned_files_and_no_foreign_ones(tmp_path: Path) -> 
 def test_a_file_that_cannot_be_removed_does_not_stop_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example another user's file in a shared folder, which is the oldest one."""
+    """The oldest file is such a file, for example another user's in a shared folder."""
     paths = [put(tmp_path, number, used_s=100.0 + number)[0] for number in range(4)]
     unlink = os.unlink
 

@@ -214,18 +214,18 @@ def test_embeddings_in_place_of_tokens_are_part_of_a_chunks_key(halves: Halves) 
 
 
 def test_blocks_that_have_left_a_window_are_not_saved() -> None:
-    """As after a dropped step: the table still lists blocks that belong to other requests by now."""
+    """The table still lists blocks that belong to other requests by now, as after a dropped step."""
     request = request_of("r", 6 * CHUNK)
     kinds = kinds_of([KVCacheGroup((0,)), KVCacheGroup((1,), 10)], chunk_blocks=2, block_tokens=BLOCK)
     prompt = Prompt(request, CHUNK, BLOCK, "seed", kinds, tables=(list(range(1, 13)), list(range(21, 33))))
-    # After 40 tokens, block 7 is the first in a window of ten.
+    # Block 7 is the first one in a window of ten after 40 tokens.
     saves = [(save.kind, save.block_ids) for _, save in prompt.take_saves(40, 48, {})]
     assert [blocks for kind, blocks in saves if kind == 0] == [(i, i + 1) for i in range(1, 12, 2)]
     assert [blocks for kind, blocks in saves if kind == 1] == [(29, 30), (31, 32)]
 
 
 def test_a_state_is_saved_from_the_block_that_the_host_offers() -> None:
-    """Tables tell no place of a state. A chunk of which not every group's state is offered gets none."""
+    """Tables do not tell a state's place. A chunk gets no states unless every group's state is offered."""
     groups = [KVCacheGroup((0,)), KVCacheGroup((1,), 1, is_state=True), KVCacheGroup((2,), 1, is_state=True)]
     prompt = Prompt(
         request_of("r", 3 * BLOCK),
@@ -250,7 +250,7 @@ def test_copies_in_flight_when_bad_blocks_are_reported_are_not_written(tmp_path:
     halves.shake_hands()
     request = request_of("r", 2 * CHUNK)
     halves.scheduler.on_new_request(request)
-    ahead = halves.step(prefill_of(request, CHUNK), ranks=[])  # Its report arrives later.
+    ahead = halves.step(prefill_of(request, CHUNK), ranks=[])  # The report of this step arrives later.
     halves.step(EMPTY, failed_recving={"another's"}, finished_recving={"another's"})
     halves.scheduler.update_connector_output(
         KVConnectorOutput(kv_connector_worker_meta=StorageReport(rank=0, copied={ahead.step}))
@@ -419,7 +419,7 @@ def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -
 
 
 def keeps_in(folder: Path) -> list[tuple[str, Keep]]:
-    """By the beginning of their chunk's key."""
+    """The keeps in `folder`, each after the beginning of its chunk's key."""
     found = [(path.name[:8], parse_keep(str(path.relative_to(folder)))) for path in folder.glob("*/*/*.keep")]
     return sorted(((key, keep) for key, keep in found if keep is not None), key=str)
 
@@ -440,7 +440,7 @@ def test_stores_with_limits_keep_what_requests_ask_for(tmp_path: Path) -> None:
 
     low = {"baton_retention": {"priority": -9, "ttl_s": 1}, "baton_tenant": "other"}
     high = {"baton_retention": {"priority": 9, "ttl_s": 1}}
-    for name, params in (("low", low), ("high", high)):  # They find all chunks.
+    for name, params in (("low", low), ("high", high)):  # Both requests find all chunks.
         again = request_of(name, 3 * CHUNK, kv_transfer_params=params)
         halves.scheduler.on_new_request(again)
         wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(again, 0)[0] is not None)  # noqa: B023
@@ -494,7 +494,7 @@ def test_chunks_of_an_ended_session_are_the_oldest(tmp_path: Path) -> None:
         halves.step(EMPTY)
         wait_for(lambda: len(files_in(tmp_path)) == num_files)  # noqa: B023
         if request is last:
-            system = request_of("system", CHUNK)  # Of no session.
+            system = request_of("system", CHUNK)  # This request has no session.
             halves.scheduler.on_new_request(system)
             wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(system, 0) == (CHUNK, True))  # noqa: B023
             halves.step(prefill_of(system, CHUNK))

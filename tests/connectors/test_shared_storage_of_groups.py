@@ -185,7 +185,7 @@ def test_a_bad_file_changes_no_token_and_is_written_again(
     assert by_b.token_ids == expected(PROMPT)
     b.settle(WAIT_S)
     b.core.scheduler.kv_cache.assert_empty()
-    b.close()  # Waits for its writer.
+    b.close()  # Closing waits for the writer.
     assert bad.stat().st_size == len(whole)
     (again,) = start(storage(tmp_path)).generate([PROMPT], GREEDY)
     assert again.token_ids == expected(PROMPT)

@@ -35,7 +35,7 @@ from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import BLOCK, FakeRanks, engine_config, engine_request
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
-NUM_LAYERS = 3  # Of loads by layers.
+NUM_LAYERS = 3  # Layers in a world that loads by layers.
 NOTHING = torch.iinfo(torch.int64).min
 
 
@@ -163,7 +163,7 @@ class StorageWorld(StoreWorld):
     def wait_for_layer(
         self, worker: StorageWorkerHalf, job_id: object, until: Callable[[], bool], timeout_s: float
     ) -> bool:
-        """As `Transfers.wait`. The readers go on meanwhile; some waits take too long."""
+        """Replaces `Transfers.wait`: the readers go on meanwhile, and some waits take too long."""
         readers: Any = worker._transfers._readers
         self.num_awaited += 1
         while not until() and worker._transfers._states.is_running(job_id) and self.rng.random() < 0.95:
@@ -304,7 +304,7 @@ def add_some(world: StorageWorld, number: int) -> None:
 def test_only_the_files_that_windows_need_are_read(
     windows: tuple[int | None, ...], num_files: int, tmp_path: Path
 ) -> None:
-    """Of nine chunks of one block of four tokens."""
+    """The request has nine chunks, each of one block of four tokens."""
     for count in (0, num_files):
         world = StorageWorld(random.Random(1), tmp_path, num_blocks=90, windows=windows)
         world.add(engine_request("r", STEMS[0][:37], max_tokens=3))

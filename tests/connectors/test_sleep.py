@@ -83,7 +83,7 @@ def test_engines_hand_over_before_and_after_one_has_slept(start: Start, transpor
     for request_id in ("after", "after the second sleep"):
         one.sleep()
         one.wake_up()
-        one.step()  # Of the first prompt that is computed after it.
+        one.step()  # A step of the first prompt that is computed after the sleep.
         hand_over(p, d, request_id)
 
 
@@ -218,7 +218,7 @@ def test_the_hooks_are_idempotent(start: Start) -> None:
 
 
 class NeverDone(LocalTransport):
-    """Its reads do not end, not even when it is closed."""
+    """A transport whose reads do not end, not even when it is closed."""
 
     def poll(self) -> list[Completion]:
         return []

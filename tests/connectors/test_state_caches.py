@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 # One of each kind of state; tests/engine_models compares every family.
 FAMILIES = ["mamba2", "granite_hybrid", "qwen3_next"]
-# Without common beginnings, so that nothing is in a cache.
+# The prompts have no common beginnings, so that no cache has a part of them.
 LENGTHS = (2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 70)
 PROMPTS = [[3 + index, *prompt_of(length - 1)] for index, length in enumerate(LENGTHS)]
 
@@ -111,7 +111,7 @@ def test_d_computes_the_last_token_of_a_pulled_prompt(
 def test_blocks_of_states_alone_may_be_very_unlike(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf
 ) -> None:
-    """As those of two vLLMs with another `max_model_len`."""
+    """Two vLLMs with another `max_model_len` have such blocks."""
     model = model_of("mamba2")
     p, d = (
         start_in(stack, config_of(model, hands_over(name), num_blocks=100, block_size=size))
@@ -208,7 +208,7 @@ def check_push(
 def test_offloaded_states_are_loaded_again(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str
 ) -> None:
-    """At the last end of a block; a longer prompt goes on from there."""
+    """The state at the last end of a block is loaded; a longer prompt goes on from there."""
     transfer = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.01}}
     engine = offload_world.Engine(
         core_in(stack, config_of(model_of(family), transfer, num_blocks=120, budget=16))

@@ -42,7 +42,7 @@ def events_of(num_kinds: int = 1, chunks_max: int | None = None) -> ChunkEvents:
 
 
 def heard(events: ChunkEvents, prompt: Prompt) -> list[str]:
-    """For each event: stored (+) or removed (-), its blocks by their number in the prompt, its group."""
+    """The events: stored (+) or removed (-), the blocks by their number in the prompt, and the group."""
     numbers = {block: number for number, block in enumerate(prompt.request.block_hashes)}  # type: ignore[attr-defined]
     found = []
     for event in events.take():

@@ -85,7 +85,7 @@ def stored(tmp_path: Path) -> Halves:
     halves.shake_hands()
     first = request_of("first", 3 * CHUNK + 1)
     halves.scheduler.on_new_request(first)
-    # Its lookup ends before its chunks are there.
+    # The request's lookup ends before its chunks are there.
     wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(first, 0)[0] is not None)
     halves.step(prefill_of(first, first.num_tokens))
     halves.step(EMPTY)
@@ -185,7 +185,7 @@ def test_a_hint_reads_a_prompt_ahead_until_its_time_is_up(tmp_path: Path) -> Non
 
 
 class RequestWithHints:
-    """As vLLM's."""
+    """A request with a field for hints, like a request of vLLM."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -88,7 +88,7 @@ def test_steps_that_decode_or_fail_are_not_measured() -> None:
     assert not speeds.step_planned(1, [1, 1, 1], 0.0)
     assert not speeds.step_planned(2, [8], 0.0)
     assert not speeds.step_planned(3, [20, *[1] * 30], 0.0)
-    assert speeds.step_planned(4, [100], 0.0)  # Its ranks never report it.
+    assert speeds.step_planned(4, [100], 0.0)  # The ranks never report this step.
     assert speeds.step_planned(5, [100, 1], 1.0)
     speeds.step_ended([5], 2.0)
     assert not speeds._planned

@@ -24,7 +24,7 @@ from tests.engine_sched.world import engine_request
 
 
 class LateCopies(ListCopies):
-    """Their ends are reported in the next step."""
+    """Copies whose ends are reported in the next step."""
 
     late: Sequence[CopyEnd] = ()
 

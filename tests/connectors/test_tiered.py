@@ -174,7 +174,7 @@ def test_a_damaged_tail_costs_only_itself(start: Start, tmp_path: Path) -> None:
 def test_a_restarted_engine_loads_from_a_bucket_that_it_may_only_read(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server is then stopped: in the middle of a load, and before a lookup. No token differs."""
+    """The bucket's server is then stopped: in the middle of a load, and before a lookup. No token differs."""
 
     def bucket(port: int, timeout_s: float) -> dict[str, Any]:
         options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
@@ -214,7 +214,7 @@ def test_a_restarted_engine_loads_from_a_server_and_computes_without_it(start: S
         first = start(transfer)
         (computed,) = first.generate([PROMPT], GREEDY)
         first.settle(WAIT_S)
-        first.close()  # Its writer has ended.
+        first.close()  # The engine's writer has ended.
         again = start(transfer)
         (loaded,) = again.generate([PROMPT], GREEDY)
         assert (loaded.token_ids, loaded.num_transferred_tokens) == (computed.token_ids, NUM_CHUNKS * CHUNK)

@@ -355,7 +355,7 @@ def test_a_cancelled_staged_read_gives_its_buffer_back(
     one.memory.hold()
     one.read(claim=1)
     wait_until(lambda: one.memory.held_count == 2)
-    one.read(claim=2)  # Waits for room.
+    one.read(claim=2)  # This read waits for room.
     for links in one.d.links:
         links.cancel(1)
         links.cancel(2)

@@ -18,7 +18,7 @@ from tests.connectors.pull_world import (
 
 TURNS = {"turns": {"min_tokens": BLOCK, "ttl_s": 400.0}}
 QUESTION = list(range(1, 10))
-ANSWER = [20, 21, 22, 23]  # Of 13 tokens all but the last are computed: three blocks.
+ANSWER = [20, 21, 22, 23]  # All 13 tokens but the last one are computed: three blocks.
 NUM_KEPT = len(QUESTION) + len(ANSWER) - 1
 FOLLOW_UP = [*QUESTION, *ANSWER, *range(30, 35)]
 
@@ -168,7 +168,7 @@ def test_what_nobody_asks_for_again_is_kept_for_its_time_and_no_longer(
     request = ask_again(p, params)
     p.admit(request)
     world.settle()
-    assert p.outcomes.pop("again").valid_tokens == 0  # Gone: the load fails, and is computed.
+    assert p.outcomes.pop("again").valid_tokens == 0  # The loan is gone, so P computes the prompt.
 
 
 def test_once_claimed_it_is_leased_as_any_other_loan(world: World, p: Engine, d: Engine) -> None:

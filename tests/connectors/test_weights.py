@@ -275,7 +275,7 @@ def test_a_want_that_comes_late_hears_of_the_update_too(push_world: PushWorld) -
     p, d = push_world.engine("p"), push_world.engine("d")
     p.begin("r", TOKENS)
     p.prefill_in_chunks("r", BLOCK)
-    request = d.follow("r", TOKENS, p)  # Its Want is not delivered yet.
+    request = d.follow("r", TOKENS, p)  # D's Want is not delivered yet.
     d.admit(request)
     p.set_weights("v2")
     push_world.settle()

@@ -98,7 +98,7 @@ def test_a_loan_from_before_is_for_the_old_weights_only(
         for step in (7, 11)
     ]
     update(p, models["two"])
-    p.generate([prompt_of(100, step=13)], GREEDY)  # It would overwrite blocks that are not lent.
+    p.generate([prompt_of(100, step=13)], GREEDY)  # This prompt would overwrite blocks that are not lent.
     (old,) = d.generate([prompt_of(30)], GREEDY, kv_transfer_params=lent[:1])
     assert old.token_ids == answer("one", prompt_of(30))
     update(d, models["two"])

@@ -41,7 +41,7 @@ _MODULUS = 241  # bfloat16 represents all integers below.
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one engine. The model's part (heads, layers, elements) has to be the same on both."""
+    """The shape of one engine. The model's part (heads, layers, elements) must be the same on both."""
 
     tp: int = 1
     stages: tuple[int, ...] = ()  # Layers of each pipeline stage; empty: one stage.
@@ -187,7 +187,7 @@ class Engine:
         ]
 
     def cards(self) -> tuple[RankCard, ...]:
-        """As they come out of a handshake."""
+        """The cards of all ranks, as a handshake delivers them."""
         return decode_ranks(
             encode_ranks(
                 [

@@ -22,7 +22,7 @@ class ChangesWeights(StoreWorld):
     def change_weights(
         self, weights: str | None = None, version: str | None = None, *, kept: Collection[str] = ()
     ) -> None:
-        """As a host does it between two steps. Its own cache must be off.
+        """Changes the weights as a host does between two steps. The host's own cache must be off.
 
         `kept`: running requests that go on with the KV that they have. All others compute theirs again.
         """

@@ -64,7 +64,8 @@ class Engine:
             output = self.step()
             if done(output):
                 return output
-            pause.wait(0.001)  # As an engine does between steps without tokens: others need the interpreter.
+            # An engine pauses between steps without tokens, too: other threads need the interpreter.
+            pause.wait(0.001)
         raise AssertionError("nothing was reported in time")
 
     def handed_over(self, request_id: str = "r") -> set[int]:
