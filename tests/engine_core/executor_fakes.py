@@ -28,7 +28,7 @@ class Order(KVConnectorMetadata):
     """The report of each rank in this step."""
 
     step: int
-    received: dict[int, set[str]] = field(default_factory=dict)  # By rank, like all following fields.
+    received: dict[int, set[str]] = field(default_factory=dict)  # This and all following fields are by rank.
     failed: dict[int, set[str]] = field(default_factory=dict)
     invalid: dict[int, set[int]] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)

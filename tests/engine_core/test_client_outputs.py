@@ -178,7 +178,7 @@ async def test_no_request_waits_while_ranks_restart(played: Played) -> None:
         await core.hears(AddRequest(request("b")))
         core.send(Restarting("rank 1 is gone", [failed]))
         assert await anext(stream) == failed
-        assert client.unready_reason is not None  # As soon as a client has its error.
+        assert client.unready_reason is not None  # The reason is known as soon as a client has its error.
         for refused in (crossing, anext(client.generate(request("c")))):
             with pytest.raises(EngineUnreadyError, match="starts its ranks anew: rank 1 is gone"):
                 await refused
@@ -186,7 +186,7 @@ async def test_no_request_waits_while_ranks_restart(played: Played) -> None:
         draining = asyncio.ensure_future(client.drain(BOUND_S))
         await core.hears(Drain(BOUND_S))
         core.send(Restarted(), Drained(True))
-        await draining  # Then the other message has arrived as well.
+        await draining  # The other message has arrived as well.
         await (await began(client, core, "d")).aclose()
         assert client.unready_reason is None
 

@@ -131,7 +131,7 @@ def test_loads_start_before_the_forward_of_a_step_with_synchronous_ones(world: W
 
 
 def test_a_synchronous_load_is_shown_each_layers_cache_and_metadata_before_the_forward(world: World) -> None:
-    """As in vLLM, whose example connector finds the layers there."""
+    """vLLM shows both as well: its example connector finds the layers there."""
     shown: list[Any] = []
     world.half.start_load_kv = shown.append  # type: ignore[method-assign,assignment]
     world.run(first_step(num_computed=4, sync=True))
@@ -392,7 +392,7 @@ def test_a_step_ends_when_the_device_has_finished_it(make_config, is_driver: boo
         wait_for_device=device.wait,
     )
     chunk = first_step()
-    chunk.num_scheduled_tokens["a"] = chunk.total_num_scheduled_tokens = 4  # Of 6: nothing is sampled.
+    chunk.num_scheduled_tokens["a"] = chunk.total_num_scheduled_tokens = 4  # 4 of 6: nothing is sampled.
     result = world.run(chunk)
     assert result.connector_error is None
     assert written

@@ -274,7 +274,7 @@ def test_reports_of_an_ended_request_do_not_count_for_a_new_one_with_its_id(
     world = world_of_two_reports
     lend(world)
     report_sent(world)
-    world.scheduler.ends = {"lender"}  # Added by the scheduler half, whose loans end by time.
+    world.scheduler.ends = {"lender"}  # The scheduler half adds it: its loans end by time.
     world.step()
     assert world.free_blocks() == 128
     lend(world)

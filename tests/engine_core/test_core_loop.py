@@ -98,7 +98,7 @@ class World:
             self.front_end.send_nowait(msgspec.msgpack.encode(message))
 
     def run(self) -> list[FromCore]:
-        """Until the core has read Stop."""
+        """Runs the loop until the core has read Stop. Returns the core's messages."""
         with pytest.raises(Stopping):
             self.loop.run()
         payloads = self.front_end.receive_nowait() if self.front_end.wait_readable(0.0) else []
@@ -179,7 +179,7 @@ def test_a_drain_is_over_when_nothing_is_held_any_more(make_world) -> None:
         world.loop.run()
     assert world.core.seen == ["drain 60"]
     world.loop._report_drained()
-    world.loop._report_drained()  # Once.
+    world.loop._report_drained()  # A second call reports nothing.
     told = [msgspec.msgpack.decode(p, type=FromCore) for p in world.front_end.receive_nowait()]
     assert [m for m in told if isinstance(m, Drained)] == [Drained(is_whole=True)]
 

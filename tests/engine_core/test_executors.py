@@ -37,7 +37,7 @@ PROMPTS = [list(range(20, 40)), [3, 4, 5], list(range(100, 131)), [7] * 9]
 
 without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 KINDS = ["inprocess", "multiprocess", pytest.param("ray", marks=without_ray)]
-APART = KINDS[1:]  # With ranks in other processes.
+APART = KINDS[1:]  # Executors with ranks in other processes.
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +399,7 @@ def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> N
     }
     assert addresses == {"127.0.0.1"}
     of_one = ParallelConfig(executor="ray")
-    second = start_executor(make_config(parallel_config=of_one), None)  # Beside it, in the same Ray.
+    second = start_executor(make_config(parallel_config=of_one), None)  # Both use the same Ray.
     executor.shutdown()
     second.check_alive()
     assert ray.is_initialized()
@@ -434,7 +434,7 @@ def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make
 
 @without_ray
 def test_the_end_of_rays_own_control_process_is_noticed(make_config, tmp_path) -> None:
-    """Without it steps hang, by Ray's default for a minute. Ray ends the waiting process."""
+    """Steps hang without that process, by Ray's default for a minute. Ray ends the waiting process."""
     config = tmp_path / "config"
     config.write_bytes(pickle.dumps(make_config(parallel_config=ParallelConfig(executor="ray"))))
     program = (

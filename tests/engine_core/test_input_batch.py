@@ -60,7 +60,7 @@ class World:
             twin.is_preempted, twin.blocks, twin.num_computed = True, [], 0
 
     def drop_last_token(self) -> None:
-        """As after a failed synchronous load: the scheduler dropped the sampled token."""
+        """Drops a sampled token, as the scheduler does after a failed synchronous load."""
         with_output = [twin for twin in self.twins.values() if twin.output and not twin.is_preempted]
         if with_output:
             twin = self.draw.choice(with_output)

@@ -225,7 +225,7 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
         made = llm.core._event_publisher
         assert made is not None
         sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        for step in (3, 5, 7):  # Before a subscriber exists, and more than the cache holds.
+        for step in (3, 5, 7):  # No subscriber exists yet; the prompts are more than the cache holds.
             llm.generate([[(step * i) % 500 + 5 for i in range(40)]], sampling)
         subscriber = Subscriber(made.endpoint, made.replay_endpoint)
         number = 0
@@ -233,7 +233,7 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
             number += 1
             if not subscriber.receive(50):
                 llm.generate([[number % 500] * 9], sampling)
-        (cached,) = llm.core.scheduler.kv_cache.block_pool._cached  # One group.
+        (cached,) = llm.core.scheduler.kv_cache.block_pool._cached  # There is one group.
         assert {block for block, _, _ in subscriber.view.blocks} == set(cached)
         assert len(cached) > 3
         subscriber.close()
@@ -286,7 +286,7 @@ def test_objects_of_other_types_are_not_published_as_events(
 
 
 class Truth(RuleBasedStateMachine):
-    """After each batch a subscriber's view equals the contents of the cache."""
+    """A subscriber's view equals the contents of the cache after each batch."""
 
     @initialize(num_blocks=st.integers(6, 20), budget=st.sampled_from([5, 40]))
     def start(self, num_blocks: int, budget: int) -> None:

@@ -69,7 +69,7 @@ def test_tokens_survive_preemption(config: EngineConfig, expected: list[list[int
 
 
 def test_connectors_see_one_head_of_latents(config: EngineConfig) -> None:
-    """As vLLM describes such caches: the head size is the slot's, and a page has it once."""
+    """vLLM describes such caches in the same way: the head size is the slot's, and a page has it once."""
     (group,) = describe_cache(config, 0).kv_cache_groups
     spec, of_index = group.kv_cache_spec, None
     if isinstance(spec, UniformTypeKVCacheSpecs):

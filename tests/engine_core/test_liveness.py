@@ -99,7 +99,7 @@ async def test_every_message_of_the_core_shows_that_it_runs(core: Core, loop: Cl
     core.hangs = True
     for _ in range(20):
         await asyncio.sleep(STEP_S)
-        core.watch.note_message()  # For example an output of a step.
+        core.watch.note_message()  # Any message counts, for example an output of a step.
     assert core.hung_at == []
 
 

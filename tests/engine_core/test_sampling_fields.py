@@ -20,7 +20,7 @@ PROMPTS = [[(7 * n + 11 * k) % 500 + 3 for n in range(length)] for k, length in 
 TOLERANCE = 1e-4
 SCARCE = 23  # Blocks: too few for all prompts, so some are preempted.
 
-Logprobs = list[torch.Tensor]  # Of each prompt: [P, V].
+Logprobs = list[torch.Tensor]  # One tensor [P, V] for each prompt.
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_prompt_logprobs_are_those_of_transformers_for_any_chunks(
     monkeypatch.setattr(RequestQueues, "preempt", count)
     prompts = [*PROMPTS, PROMPTS[2]]
     with LLM(make_config(num_blocks, scheduler_config=scheduler_config)) as llm:
-        plain = llm.generate(prompts, PLAIN)  # Their blocks are in the cache now.
+        plain = llm.generate(prompts, PLAIN)  # The prompts' blocks are in the cache now.
         found = llm.generate(prompts, [*[ASKS] * len(PROMPTS), PLAIN])
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
     assert found[-1].prompt_logprobs is None

@@ -60,7 +60,7 @@ def test_tokens_are_those_of_transformers(
     cache = msgspec.structs.replace(config.cache_config, enable_prefix_caching=caching)
     with LLM(msgspec.structs.replace(config, scheduler_config=limits, cache_config=cache)) as llm:
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
-        asked = slice(None) if caching else slice(-2, None)  # Without caching it would be the same work.
+        asked = slice(None) if caching else slice(-2, None)  # Uncached prompts would be the same work.
         again = llm.generate(PROMPTS[asked], GREEDY)
         assert tokens_of(again) == expected[asked]
         assert any(completion.num_cached_tokens for completion in again) is caching

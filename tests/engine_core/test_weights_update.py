@@ -47,7 +47,7 @@ PARALLEL = [
 TWO_RANKS = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
 SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 512}
 Folders = dict[str, Path]
-Answers = dict[str, list[list[int]]]  # By version.
+Answers = dict[str, list[list[int]]]  # Tokens of each prompt, by version.
 Spoil = Callable[[Path], Any]
 
 
@@ -72,7 +72,7 @@ def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def fresh(folders: Folders) -> dict[str, Callable[[list[int], int], list[int]]]:
-    """By version: the tokens of an engine that never had other weights."""
+    """Functions that return the tokens of an engine that never had other weights, by version."""
     llms = {name: LLM(config_of(folder)) for name, folder in folders.items()}
 
     def ask(name: str) -> Callable[[list[int], int], list[int]]:
@@ -166,7 +166,7 @@ def test_answers_are_those_of_the_version_and_a_rollback_works(
                 if name != "one" or llm.core.config.model_config.model != str(folders["one"]):
                     llm.update_weights(folders[name])
                 assert tokens(llm) == alone[name]
-                assert tokens(llm) == alone[name]  # With hits, which are of these weights.
+                assert tokens(llm) == alone[name]  # The hits in the cache have these weights.
     finally:
         torch.set_num_threads(num_threads)
 

@@ -15,7 +15,7 @@ from baton.engine.attention.cuda import cut_tiles, require_cuda, why_unavailable
 from baton.engine.attention.sdpa import SdpaBackend, group_by_length
 from tests.engine_models.attention_check import check_backend, shape_of
 
-# At most 4 requests of at most 38 tokens, 10 blocks each.
+# A batch has at most 4 requests of at most 38 tokens, 10 blocks each.
 batches = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=4)
 windows = st.sampled_from([None, 1, 5, 16, 100])
 

@@ -49,7 +49,7 @@ def test_decoded_tokens_agree_with_the_definition(
     seed: int,
     **how: Any,
 ) -> None:
-    """With a prompt among them, if `prompt` is not 0."""
+    """A prompt of `prompt` tokens is among the requests, unless `prompt` is 0."""
     assert torch.get_num_threads() == 1, "with more, torch computes"
     library = load_library()
     assert library is not None

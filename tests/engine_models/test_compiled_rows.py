@@ -66,7 +66,7 @@ def test_norms_are_those_of_torch(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, (num_heads or 1) + 1, size, generator=generator).to(dtype)
-    x = x[:, 1] if num_heads is None else x[:, :num_heads]  # With gaps between rows.
+    x = x[:, 1] if num_heads is None else x[:, :num_heads]  # The rows have gaps between them.
     of_heads = (num_heads,) if has_weight_of_heads and num_heads is not None else ()
     weight = torch.randn(*of_heads, size, generator=generator).to(torch.float32 if has_wide_weight else dtype)
     assert_near(compiled_rows.rms_norm(x, weight, 1e-6), by_torch(rms_norm, x, weight, 1e-6))

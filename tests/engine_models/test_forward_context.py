@@ -73,7 +73,8 @@ def model_config(num_kv_heads: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("layout", "of_layer", "strides"),  # In slots of 16 numbers; 3 layers, 5 blocks, 2 heads, 4 tokens.
+    # Offsets and strides count slots of 16 numbers; there are 3 layers, 5 blocks, 2 heads, 4 tokens.
+    ("layout", "of_layer", "strides"),
     [
         ("LBHNC", 40, (8, 4, 1)),
         ("LBNHC", 40, (8, 1, 2)),

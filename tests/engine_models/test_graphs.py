@@ -284,7 +284,7 @@ def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
     config = config_of("full", connector="CountsOnDevice")
     with LLM(config, FACTORY) as llm:
         half: Any = llm.core.executor.only_half()
-        before = int(half.num_saved)  # While it was recorded.
+        before = int(half.num_saved)  # Layers that were saved while steps were recorded.
         assert before == len(bucket_sizes(config)) * NUM_LAYERS
         llm.generate([prompt_of(1, 20)], GREEDY)
         assert int(half.num_saved) - before == GREEDY.max_tokens * NUM_LAYERS

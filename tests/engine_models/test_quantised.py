@@ -16,7 +16,7 @@ from tests.engine_models.attention_check import BLOCK_SIZE, shape_of
 from tests.engine_models.test_forward_context import model_config
 
 SIZE = 4
-NUMBERS = st.floats(-(2.0**126), 2.0**126, width=32)  # Their int8 steps are numbers too.
+NUMBERS = st.floats(-(2.0**126), 2.0**126, width=32)  # The int8 steps of these are numbers, too.
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 

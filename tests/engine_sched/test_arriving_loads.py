@@ -27,7 +27,7 @@ def check_end(world: World, *others: str) -> None:
 def test_a_request_runs_while_its_blocks_are_filled() -> None:
     world = arriving_world()
     assert cached_prefix(world) == 16
-    world.end_load("a")  # Within the next step.
+    world.end_load("a")  # The load ends within the next step.
     output = world.step()
     assert output.num_scheduled_tokens == {"a": 2}
     assert not world.scheduler.requests["a"].is_arriving
@@ -38,10 +38,11 @@ def test_a_request_runs_while_its_blocks_are_filled() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_was_computed_on_a_load_that_fails_is_dropped(on_failure: str, depth: int) -> None:
     world = arriving_world(on_failure=on_failure, depth=depth)
-    world.add("b", PROMPT)  # Finds the blocks.
+    world.add("b", PROMPT)  # Request b finds the blocks.
     world.end_load("a", bad_indices={2})
     world.step()
-    world.add("c", PROMPT)  # With two steps in flight it finds them before the failure is known.
+    # Request c finds the blocks before the failure is known, if two steps are in flight.
+    world.add("c", PROMPT)
     if on_failure == "fail":
         world.end("b", "c")
         assert world.answers["a"].reason == "error"
@@ -87,7 +88,7 @@ def test_a_request_is_not_preempted_while_its_blocks_are_filled() -> None:
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_an_error_of_the_connector_ends_requests_that_it_may_not_have_waited_for(is_planned: bool) -> None:
-    """It may have raised before it waited for a layer. Others that share the blocks give them up."""
+    """The connector may have raised before it waited for a layer. Requests that share blocks give them up."""
 
     def fail(method: str) -> None:
         if method == "build_connector_meta":
@@ -114,7 +115,7 @@ def test_a_connector_that_is_retired_leaves_no_request_with_half_filled_blocks()
     world.scheduler.retire_connector("it died")
     world.finish_oldest()
     while not world.answers["b"].reason:
-        world.step()  # In other blocks.
+        world.step()  # Request b gets other blocks.
     world.check_answer("b")
     assert world.answers["a"].reason == "error"
 
@@ -149,7 +150,7 @@ def test_a_request_for_a_loan_waits_for_the_whole_load() -> None:
 def test_an_error_also_takes_back_the_blocks_of_a_request_that_has_ended(
     is_running: bool, is_retired: bool
 ) -> None:
-    """Its load still fills them, and another request has found them."""
+    """The load of that request still fills its blocks, and another request has found them."""
     world = arriving_world()
     world.add("b", PROMPT)
     world.scheduler.abort([] if is_running else ["a"])
@@ -161,5 +162,5 @@ def test_an_error_also_takes_back_the_blocks_of_a_request_that_has_ended(
         world.error = "wait_for_layer_load: a bug"
     world.finish_oldest()
     while not world.answers["b"].reason:
-        world.step()  # In other blocks.
+        world.step()  # Request b gets other blocks.
     world.check_answer("b")

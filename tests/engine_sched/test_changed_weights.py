@@ -48,7 +48,7 @@ def test_a_load_under_way_is_of_no_use_and_no_failure(
     world = loading_world(is_async=True, on_failure=on_failure, windows=windows)
     world.add("first", PROMPT[:9])
     world.run()
-    world.add("a", PROMPT)  # Hits blocks of "first".
+    world.add("a", PROMPT)  # The request hits blocks of "first".
     world.step()
     assert world.status("a") == "WAITING_FOR_REMOTE_KVS"
     change_weights(world)
@@ -123,7 +123,7 @@ def test_a_stale_load_does_not_fill_lent_blocks_again() -> None:
     world.half.lends = lambda request, block_ids: (request.request_id == "lent", None)
     world.add("lent", PROMPT[:9], max_tokens=1)
     world.step()
-    world.add("a", PROMPT)  # Hits the lent blocks.
+    world.add("a", PROMPT)  # The request hits the lent blocks.
     world.step()
     lent = world.scheduler.kv_cache.get_block_ids("lent")[0][:2]
     assert world.scheduler.kv_cache.get_block_ids("a")[0][:2] == lent

@@ -113,7 +113,7 @@ def test_a_connector_is_told_the_blocks_of_every_group() -> None:
 
 
 def test_a_loan_holds_no_block_outside_a_window() -> None:
-    """With a last chunk of any length: other requests can use the rest while the loan lasts."""
+    """The last chunk may have any length: other requests can use the rest while the loan lasts."""
     world = World(windows=ALTERNATING)
     world.half.lends = lambda request, block_ids: (True, {})
     world.add("a", LONG, max_tokens=1)

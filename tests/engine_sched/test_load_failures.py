@@ -252,7 +252,7 @@ def test_an_abandoned_load_ends_its_request_and_holds_its_blocks(policy: str) ->
     assert not last.error.is_users
     assert world.scheduler.remote.num_held == 1
     assert cached_prefix(world) == 4, "of b; no block of a counted"
-    world.end_load("a")  # Reported nevertheless.
+    world.end_load("a")  # The ranks report the load nevertheless.
     world.end("b")
 
 

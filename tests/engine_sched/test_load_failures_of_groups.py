@@ -10,7 +10,7 @@ WINDOWS = (6, None, 3)  # Groups in this order: full attention, 6, 3. No window 
 PROMPT = list(range(1, 31))  # Seven full blocks, and two tokens.
 SHARER = [*PROMPT[:28], 40, 41, 42]
 NUM_LOADED = 28
-# Of each group, blocks that a load of 28 tokens fills: (group, index).
+# Blocks of each group that a load of 28 tokens fills: (group, index).
 PARTIAL = [(0, 0), (0, 6), (1, 5), (1, 6), (2, 6)]
 HOW = ["invalid", "early", "failed"]
 

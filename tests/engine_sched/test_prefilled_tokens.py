@@ -188,7 +188,7 @@ def accept_for(request: Request, tokens: PrefilledTokens) -> AcceptedTokens | No
 
 
 SAME = [
-    ({}, {"max_tokens": 1}),  # As in the prefill leg.
+    ({}, {"max_tokens": 1}),  # The prefill leg differs in this.
     ({"min_tokens": 3}, {"min_tokens": 1, "max_tokens": 1}),
     ({"stop_token_ids": (5,)}, {}),
     ({"temperature": 0.0, "seed": 1}, {"temperature": 0.0, "top_p": 0.5}),

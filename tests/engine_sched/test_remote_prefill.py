@@ -29,7 +29,7 @@ def test_a_load_in_the_background_parks_the_request_and_schedules_nothing() -> N
     assert stats.external_prefix_cache_hits == 16
 
     world.end_load("a")
-    world.step()  # Reports it.
+    world.step()  # This step reports the load.
     assert world.scheduler.kv_cache.get_blocks("a").get_unhashed_block_ids() == []
     output = world.step()
     assert output.num_scheduled_tokens == {"a": 2}
@@ -133,7 +133,7 @@ def test_a_half_computed_prompt_keeps_its_room_beside_a_load() -> None:
     world = World(num_blocks=10, budget=8, longest_chunk=4)
     world.half.verdict = lambda request, local: (0, False) if request.request_id == "long" else (12, True)
     world.add("long", list(range(1, 25)), max_tokens=1)  # 6 blocks in the end, 1 in this step.
-    world.add("load", [40, *range(1, 16)])  # Needs 5 with its first token.
+    world.add("load", [40, *range(1, 16)])  # The load needs 5 with its first token.
     world.step()
     assert world.half.asked["load"] == 1
     assert not world.half.loads, "it would take the blocks that the half-computed prompt needs"

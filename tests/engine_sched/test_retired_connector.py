@@ -76,7 +76,7 @@ def test_bad_steps_in_a_row_retire_it_and_the_engine_continues(
     assert is_retired(world)
     (loud,) = (record for record in caplog.records if record.levelno == logging.CRITICAL)
     assert method in loud.message
-    world.half.verdict = lambda request, num_local: (8, True)  # It is not called any more.
+    world.half.verdict = lambda request, num_local: (8, True)  # The scheduler does not call it any more.
     world.add("b", PROMPT[:9])
     world.run()
     world.check_answer("b")
@@ -177,7 +177,7 @@ def test_at_the_end_of_a_connector_loading_requests_end_and_all_its_blocks_stay_
     load_all(world, 12, is_async=True)
     world.add("a", PROMPT[::-1])
     world.step()
-    world.half.lends = lambda request, blocks: 1 / 0  # It is not called for later ends.
+    world.half.lends = lambda request, blocks: 1 / 0  # The scheduler does not call it for later ends.
     held = {
         block_id
         for request_id in ("lent", "a")

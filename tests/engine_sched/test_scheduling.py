@@ -310,7 +310,7 @@ def test_an_id_in_use_is_refused() -> None:
 def test_a_loaded_request_gives_its_blocks_to_a_more_urgent_one_that_runs() -> None:
     """Otherwise the running one is preempted, starts again before the loaded one, and so on without end."""
     world = World(num_blocks=14, budget=3, policy="priority", caching=False)
-    answers = [(13, True)]  # To the first question.
+    answers = [(13, True)]  # The answer to the first question.
     world.half.verdict = lambda request, local: answers.pop() if answers else (0, False)
     world.add("loaded", range(1, 21), priority=1)
     world.step()

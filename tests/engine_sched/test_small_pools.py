@@ -92,7 +92,7 @@ def test_requests_that_fit_alone_all_get_whole_answers_together(
     caching: bool,
     seed: int,
 ) -> None:
-    """By preemption: the answers are those of a pool that holds all at once."""
+    """Preemption makes room: the answers are those of a pool that holds all at once."""
     world = new_world(num_blocks, windows, loads, budget=budget, depth=depth, caching=caching)
     draw = random.Random(seed)
     longest = world.config.num_tokens_max

@@ -10,7 +10,7 @@ HYBRID = (None, STATE, STATE)
 
 
 def held(world: World, request_id: str) -> list[bool]:
-    """Which entries of the table of the first group with states have a block."""
+    """Whether each entry of the table of the first group with states has a block."""
     (table,) = world.scheduler.kv_cache.get_block_ids(request_id)[1:2]
     return [block_id > 0 for block_id in table]
 
@@ -34,8 +34,9 @@ def test_a_state_has_the_block_of_its_last_token() -> None:
         if "a" in world.scheduler.requests:
             tables.append(held(world, "a"))
     assert tables[:3] == [
-        [False, True],  # Of ten tokens in the budget, eight end with a block.
-        [False, True, True],  # Ends with the last block that a repetition can use; begins from the second.
+        [False, True],  # Eight of the ten tokens in the budget end with a block.
+        # This step begins from the second block, and ends with the last one that a repetition can use.
+        [False, True, True],
         [False, False, True, True],
     ]
     assert tables[-1] == [False, False, False, True, True], "the last step went on from the end of a block"
@@ -95,7 +96,7 @@ def test_a_load_of_all_tokens_but_the_last_computes_one() -> None:
         world.step()
         assert sum(held(world, "a")) == 1, "one block for the state that is loaded"
         world.end_load("a")
-        world.step()  # Its result has the report.
+        world.step()  # The result of this step has the report.
         assert world.step().num_scheduled_tokens == {"a": 1}
         world.end("a")
 

@@ -195,7 +195,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.prefilled: Callable[[str], PrefilledTokens | None] = lambda request_id: None
         self.load_failure: Callable[[str], Any] = lambda request_id: None
         self.num_taken: Counter[str] = Counter()  # Calls that take prefilled tokens.
-        self.on_step: Callable[[str], None] = lambda method: None  # In methods about no request.
+        self.on_step: Callable[[str], None] = lambda method: None  # Called in methods about no request.
         self.frees_are_pending = False
         self.has_push_work = False
         self.is_shut_down = False
@@ -204,12 +204,12 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.num_finished: Counter[str] = Counter()
         self.finished_blocks: dict[str, list[int]] = {}
         self.reports: list[KVConnectorOutput] = []
-        self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
+        self.adds_sent: set[str] = set()  # Ids for the next report: loans that the half ends itself.
         self.adds_failed: set[str] = set()
         self.arrives: set[str] = set()  # Loads that go on while their requests run; in the next report.
         self.abandons: set[str] = set()  # Loads of a child that has died; added to the next report too.
-        self.loads: dict[str, FakeLoad] = {}  # In the background.
-        self.sync_loads: list[FakeLoad] = []  # Of the step that is being scheduled.
+        self.loads: dict[str, FakeLoad] = {}  # Loads in the background.
+        self.sync_loads: list[FakeLoad] = []  # Loads of the step that is being scheduled.
         self._is_async: dict[str, bool] = {}
         self._local: dict[str, int] = {}
 
@@ -317,7 +317,7 @@ class FakeHalfOfGroups(FakeHalf, SupportsHMA):
 class _Row:
     prompt: list[int]
     tokens: list[int]
-    tables: tuple[list[int], ...]  # Per KV-cache group.
+    tables: tuple[list[int], ...]  # Block ids, per KV-cache group.
     salt: str | None
     num_computed: int = 0
 
@@ -479,7 +479,7 @@ class InFlightStep:
 
     output: SchedulerOutput
     sync_loads: list[FakeLoad]
-    written: dict[str, set[int]]  # Request to blocks into which the step writes.
+    written: dict[str, set[int]]  # Blocks that the step writes, by request.
 
 
 class World:
@@ -495,8 +495,8 @@ class World:
         self.ranks = FakeRanks(self.config.cache_config.num_gpu_blocks, groups)
         self.asked: dict[str, EngineRequest] = {}
         self.answers: dict[str, Ended] = {}
-        self.report = KVConnectorOutput()  # Of the next step.
-        self.error: str | None = None  # That a worker half raises in the next step.
+        self.report = KVConnectorOutput()  # The report of the next step.
+        self.error: str | None = None  # The error that a worker half raises in the next step.
         self.bad_sync_blocks: Callable[[FakeLoad], set[int]] = lambda load: set()
         self.other_holders: list[int] = []  # Blocks that the test itself holds.
         self.steps: list[SchedulerOutput] = []
