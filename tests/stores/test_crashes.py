@@ -1,4 +1,4 @@
-"""After a crash of the machine, and after kill -9: what is found is whole, and what was stored is found."""
+"""Stores after a crash of the machine or kill -9: what is found is whole, and what was stored is found."""
 
 import os
 import random
@@ -111,7 +111,7 @@ def is_folder(fileno: int) -> bool:
 
 
 def is_new_parent(fileno: int) -> bool:
-    """Of a folder that the store created: the folder's parent, which has no files."""
+    """Whether this is the parent of a folder that the store created; the parent has no files."""
     path = os.readlink(f"/proc/self/fd/{fileno}")
     return os.path.isdir(path) and not any(file.is_file() for file in Path(path).iterdir())
 

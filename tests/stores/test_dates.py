@@ -50,10 +50,10 @@ class DatedStore(SlowStore):
 
 
 ages_s = st.one_of(
-    st.integers(-(10**12), -int(AHEAD_S) - 1),  # Ahead.
+    st.integers(-(10**12), -int(AHEAD_S) - 1),  # Dates ahead of now.
     st.just(0),
     st.integers(1, int(NOW_S)),
-    st.integers(int(NOW_S) + 1, 10**12),  # Before 1970.
+    st.integers(int(NOW_S) + 1, 10**12),  # Dates before 1970.
 )
 
 

@@ -52,4 +52,4 @@ def test_evicted_keys_are_forgotten() -> None:
     policy: Learned[int] = Learned(20)
     for number in range(5000):
         num_hits([[10 * number, 10 * number + 1]], policy)
-    assert len(policy._blocks) <= (HORIZON + 1) * 20 + 256  # It looks for them every 256 uses.
+    assert len(policy._blocks) <= (HORIZON + 1) * 20 + 256  # The policy looks for them every 256 uses.

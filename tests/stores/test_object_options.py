@@ -104,7 +104,7 @@ def test_an_endpoint_is_any_url(endpoint: str) -> None:
 
 def test_a_panic_at_the_first_request_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
-        """Its name is that of what obstore raises."""
+        """An exception of the same name as obstore's."""
 
     def panic(*_: object) -> None:
         raise PanicException("called `Result::unwrap()`")

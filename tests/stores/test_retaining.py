@@ -163,7 +163,7 @@ def test_a_tenant_takes_the_place_of_its_own_keys_also_while_there_is_room() -> 
     world = World(capacity=8, share=0.25)
     world.put(1, 2, tenant="a")
     world.put(3, 4, tenant="b")
-    world.put(1, tenant="b")  # It stays its storer's.
+    world.put(1, tenant="b")  # The key stays with the tenant that stored it first.
     world.put(2, tenant="a")
     assert world.put(5, tenant="a") == [1]
     world.in_use = {2, 5}
@@ -211,7 +211,7 @@ def test_the_estimate_for_twice_the_memory_retains_too() -> None:
 
 def test_a_session_owns_what_it_alone_has_stored_and_used() -> None:
     sessions: Sessions[int] = Sessions()
-    sessions.used("a", [1])  # Another one has stored it.
+    sessions.used("a", [1])  # Another session has stored it.
     sessions.stored("a", [2, 3, 4, 5])
     sessions.stored("", [6])
     sessions.used("a", [2, 6])

@@ -29,7 +29,7 @@ from tests.stores.transfers_world import World, damage
 
 ROOM = 1 << 20
 TIMEOUT_S = 30.0  # Reached only on failure.
-SHORT_S = 0.5  # Of a request that meets a fault.
+SHORT_S = 0.5  # The deadline of a request that meets a fault.
 BUCKET = "bucket"
 LOCAL = ("files", "files, direct", "memory")
 REMOTE = ("moto", "rclone", "redis", "valkey")
@@ -64,7 +64,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 @dataclass(slots=True)
 class Medium:
-    make: Callable[[float], Store]  # With the deadline of a request.
+    make: Callable[[float], Store]  # The argument: the deadline of a request.
     proxy: FaultyProxy | None = None
 
 
@@ -94,7 +94,7 @@ def medium(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _makers(port: int) -> dict[str, Callable[[float], Store]]:
-    """Of each kind of server. The argument: the deadline of a request."""
+    """Functions that make a store, by kind of server. Their argument: the deadline of a request."""
     options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
     url = f"redis://127.0.0.1:{port}/0"
 
@@ -306,7 +306,7 @@ def test_a_network_fault_is_reported_and_ends(medium: Medium, store: Store, faul
     try:
         with pytest.raises(Unusable, match="io"):
             read(impatient, name_of(1))
-        if fault != "cut":  # Their answers are shorter than the piece that is forwarded.
+        if fault != "cut":  # The answers to these are shorter than the piece that is forwarded.
             with pytest.raises(StoreError):
                 impatient.sizes([name_of(1)])
             with pytest.raises(StoreError):
@@ -364,7 +364,7 @@ def test_a_server_that_is_stopped_is_reported_and_used_again(kind: str, tmp_path
         patient, impatient = make(TIMEOUT_S), make(SHORT_S)
         patient.write(name_of(1), (b"content",))
         process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)  # Until all its threads have stopped.
+        os.waitpid(process.pid, os.WUNTRACED)  # All threads of the server have stopped.
         try:
             with pytest.raises(StoreError):
                 impatient.sizes([name_of(1)])
@@ -516,7 +516,7 @@ def test_an_object_that_was_moved_to_an_archive_is_replaced(caplog: pytest.LogCa
 def test_a_folder_that_cannot_be_read_does_not_hide_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example lost+found, or another user's namespace."""
+    """Such a folder is, for example, lost+found or another user's namespace."""
     store, scandir = FileStore(tmp_path), os.scandir
     store.write(name_of(1), (b"x",))
     (tmp_path / "lost+found").mkdir()

@@ -86,7 +86,7 @@ def test_high_priorities_have_half_of_the_room(store: FileStore) -> None:
 def test_a_chunk_goes_when_its_ttl_is_over_whatever_its_priority(store: FileStore) -> None:
     put(store, 0, Keep(100, 60), age_s=61)
     put(store, 1, Keep(0, 60), age_s=59)
-    put(store, 2, Keep(0, 60), Keep(0, 90), age_s=61)  # Of two requests, the longer TTL counts.
+    put(store, 2, Keep(0, 60), Keep(0, 90), age_s=61)  # The longer TTL of two requests counts.
     put(store, 3, age_s=5000)
     assert sweep(store, Limits(10**6), now_s=NOW_S).num_evicted == 1
     assert kept(store) == [1, 2, 3]
@@ -99,7 +99,7 @@ def test_a_tenant_over_its_quota_loses_its_own_chunks_only(store: FileStore) -> 
         put(store, number, Keep(0, None, "aa"), age_s=number)
     put(store, 6, Keep(0, None, "bb"), age_s=1000)
     put(store, 7, age_s=2000)
-    put(store, 8, Keep(0, None, "aa"), Keep(0, None, "bb"), age_s=3000)  # Two have stored it.
+    put(store, 8, Keep(0, None, "aa"), Keep(0, None, "bb"), age_s=3000)  # Two tenants have stored it.
     sweep(store, Limits(10**6, tenant_max_bytes=400), now_s=NOW_S)
     assert kept(store) == [0, 1, 2, 6, 7, 8], "down to nine tenths of the quota"
 

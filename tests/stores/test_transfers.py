@@ -75,7 +75,7 @@ def test_damaged_and_missing_chunks_fail_alone_and_leave_their_rows(store: Store
 
 
 FAULTS: dict[str, Callable[[World], Any]] = {
-    "timeout": lambda world: world.pass_time(5.0),  # Of the read.
+    "timeout": lambda world: world.pass_time(5.0),  # The read times out.
     "cancelled": lambda world: world.transfers.cancel("job"),
     "shutdown": lambda world: world.transfers._give_up_all("load"),
 }
@@ -184,7 +184,7 @@ def test_a_write_that_hangs_gives_its_row_back_at_its_deadline(store: Store) -> 
     def hang() -> None:
         world.pass_time(3.0)
         assert [outcome.reason for outcome in world.transfers.take_ended()[0].outcomes] == ["timeout"]
-        world.rows[0][:] = b"\2" * ROW  # Another chunk's.
+        world.rows[0][:] = b"\2" * ROW  # The row is another chunk's.
         world.store("late", (1, 1))
         assert [job.job_id for job in world.transfers.take_ended()] == ["late"], "the writer hangs"
 
@@ -220,7 +220,7 @@ def test_copies_are_stored_or_dropped_later(store: Store) -> None:
         copies.append(copy)
     assert len(copies) == MIB // ROW
     world.rows[0][:] = bytes(ROW)
-    world.transfers.store("job", copies[:20])  # More than are synchronised together.
+    world.transfers.store("job", copies[:20])  # These are more than are synchronised together.
     world.transfers.drop(copies[20:])
     assert world.reasons() == [None] * 20
     assert world.transfers.backlog_bytes == 0
@@ -368,7 +368,7 @@ def test_nothing_waits_for_a_writer_that_hangs_in_the_fast_store(slow: SlowStore
     def hang() -> None:
         world.pass_time(30.0)
         world.store("job", (1, 0))
-        world.transfers.drain()  # Does not wait for it, either.
+        world.transfers.drain()  # Draining does not wait for the writer, either.
         assert [job.job_id for job in world.transfers.take_ended()] == ["load", "job"]
 
     meanwhile(fast, "write", hang)

@@ -104,7 +104,7 @@ class World:
         self.transfers.store(job, [Copy(chunk, self.form_of(chunk)) for chunk in chunks], self.fill)
 
     def run(self) -> None:
-        """Until all threads are idle."""
+        """Runs all jobs until the threads are idle."""
         while any(threads.jobs for threads in self.threads if isinstance(threads, ByHand)):
             for threads in self.threads:
                 threads.run()  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class World:
         return self.transfers.take_ended()
 
     def outcomes(self) -> list[Outcome[Chunk]]:
-        """Of all jobs that have ended, without promotions."""
+        """Outcomes of all jobs that have ended, without promotions."""
         return [outcome for job in self.ended() if job.kind != "promote" for outcome in job.outcomes]
 
     def reasons(self) -> list[Reason | None]:

@@ -18,7 +18,7 @@ PART_BYTES = 100_000  # `stream.c` moves and hashes this much at once. Small, fo
 
 @functools.cache
 def built() -> Path:
-    """Its path. Skips the test if there is no C compiler."""
+    """The path of the library. Skips the test if there is no C compiler."""
     if COMPILER is None:
         pytest.skip("there is no C compiler")
     folder = tempfile.mkdtemp()

@@ -19,7 +19,7 @@ TIMEOUT_S = 30.0
 class Frame:
     connection: int
     kind: str  # "challenge", "hello", "welcome", "request" or "answer".
-    number: int  # Among the frames of this kind on this connection, from 0.
+    number: int  # Index among the frames of this kind on this connection, from 0.
     content: bytes
 
 
@@ -39,7 +39,7 @@ class FrameProxy:
     def __init__(self) -> None:
         self.tamper: Tamper = pass_on
         self.target = 0
-        self.frames: list[Frame] = []  # As received, before `tamper`.
+        self.frames: list[Frame] = []  # Frames as received, before `tamper`.
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []

@@ -90,7 +90,7 @@ def tcp_reader(address: Address, on_completion: Callable[[], None] | None) -> Tr
 
 
 class PythonTcpReader(TcpTransport):
-    """Without the copy library, which a connection looks for when it is made."""
+    """A reader without the copy library, which a connection looks for when it is made."""
 
     def connect(self, address: Address, endpoint: bytes) -> TcpPeer:
         with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def python_tcp_reader(address: Address, on_completion: Callable[[], None] | None
 
 
 def make_python_tcp(address: Address, port: int) -> Transport:
-    """In the producer's process."""
+    """Makes a transport without the copy library, in the producer's process."""
     gather.LIBRARY = NO_LIBRARY
     return producers.make_tcp(address, port, SECRET)
 
@@ -127,7 +127,7 @@ TestLocalMapped = suite(MappedRig, processes)
 TestTcp = suite(lambda: ProcessRig(make_tcp, tcp_reader), processes)
 TestTcpInPython = suite(lambda: ProcessRig(make_python_tcp, python_tcp_reader), processes)
 TestNixl = suite(lambda: ProcessRig(producers.make_nixl, NixlTransport), processes, needs_nixl)
-# With host memory for the device, where test_cuda_driver cannot build its library for the real driver.
+# Host memory replaces the device where test_cuda_driver cannot build its library for the real driver.
 TestCudaIpcOnHost = suite(
     lambda: ProcessRig(producers.make_cuda_ipc_on_host, reader_on_host), processes, needs_no_compiler
 )

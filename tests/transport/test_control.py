@@ -343,7 +343,7 @@ class Flood:
 def test_a_poll_ends_while_messages_come_as_fast_as_they_are_read(
     socket_name: str, parts: tuple[bytes, ...], open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without descriptors ZeroMQ reports failed accepts without a pause until the channel stops accepting."""
+    """ZeroMQ without descriptors reports failed accepts without a pause until the channel stops accepting."""
     channel = open_channel()
     flood = Flood(*parts)
     monkeypatch.setattr(channel, socket_name, flood)

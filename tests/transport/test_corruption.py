@@ -116,7 +116,7 @@ def test_cuda_ipc_notices_driver_errors_and_a_withdrawn_owner() -> None:
 
 
 def test_transports_without_a_wire_do_not_check_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As documented: only the machine's ECC protects a copy from memory to memory."""
+    """The documentation says so: only the machine's ECC protects a copy from memory to memory."""
     device = BentDevice()
     with closing(Copier(lambda: CudaIpcTransport(new_address("cuda"), driver=device))) as copier:
         device.bend = lambda copies: Copies(copies.local, copies.remote + 1, copies.nbytes - 1)

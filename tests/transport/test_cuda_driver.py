@@ -70,7 +70,7 @@ def producer(rig: FakeCudaRig) -> Iterator[Producer]:
 
 
 def test_a_peer_mapped_twice_is_unmapped_twice(rig: FakeCudaRig, library: str, producer: Producer) -> None:
-    """As with two links of one rank to another: the driver gives both the same addresses."""
+    """Two links of one rank to another do this: the driver gives both the same addresses."""
     device = FakeDevice(library)
     with closing(rig.reader()) as reader:
         first = Connection(reader, producer, rig.place)

@@ -240,7 +240,7 @@ def test_the_state_of_the_attention_library_is_told(
     if library != "present":
         path = tmp_path / "_decode.so"
         if library == "older":
-            path.write_bytes(built().read_bytes())  # It has other functions.
+            path.write_bytes(built().read_bytes())  # This library has other functions.
         monkeypatch.setattr(compiled, "LIBRARY", path)
     (finding,) = (
         finding for finding in look_at_optional(has_nixl=False) if finding.subject == "attention library"

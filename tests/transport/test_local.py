@@ -22,7 +22,7 @@ from baton.transport.base.threads import Spread
 from baton.transport.local import transport as local
 from baton.transport.local.transport import LocalEndpoint, LocalTransport
 
-TIMEOUT_S = 120.0  # For the start of a process on a busy machine.
+TIMEOUT_S = 120.0  # The limit for the start of a process on a busy machine.
 
 
 class Owner:

@@ -66,7 +66,7 @@ def assert_reads(reader: LocalTransport, peer: LocalPeer, source: np.ndarray) ->
     memory = np.zeros(BLOCK_SPAN.nbytes, np.uint8)
     if not reader._regions:
         reader.register(producers.regions_of(memory.reshape(1, -1)))
-        reader.__dict__["memory"] = memory  # Lives as long as the transport.
+        reader.__dict__["memory"] = memory  # The memory lives as long as the transport.
     prepared = reader.prepare(peer, [BLOCK_SPAN])
     (completion,) = drain(reader, [reader.post_read(prepared, [0], [5])])
     assert completion.ok, completion.error
@@ -106,7 +106,7 @@ def test_a_cache_in_sealed_memory_is_mapped(owner: Owner, reader: LocalTransport
 
 
 def resident_kib() -> int:
-    """Of the read-only mappings of sealed memory, what is in this process's page table."""
+    """Memory, in KiB, that this process's page table has of read-only mappings of sealed memory."""
     is_meant, found = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if " " in line.partition(":")[0]:  # A mapping's first line; otherwise "name: value kB".
@@ -131,7 +131,7 @@ def test_a_mapping_is_populated_after_the_connect(
         return is_left
 
     monkeypatch.setattr(mapping.MappedOwner, "populate_step", observed_step)
-    before = resident_kib()  # Of other tests' readers in this process.
+    before = resident_kib()  # The mappings of other tests' readers in this process.
     reader.connect(owner.address, owner.endpoint)
     whole = before + (sum(m.nbytes for m in owner.named.shared) >> 10)
     assert resident_kib() < whole
@@ -190,7 +190,7 @@ def test_a_file_in_which_an_access_could_fail_is_not_mapped(
 
 
 def test_no_span_reads_a_file_that_is_not_allocated_whole(owner: Owner, reader: LocalTransport) -> None:
-    """Its pages could fail to be allocated at the access. Staging buffers are so; peers do not read them."""
+    """The access could fail to allocate its pages. Staging buffers are such files; peers do not read them."""
     fd, inode = memory_file(SEALS, hole=True)
     try:
         peer = reader.connect(owner.address, owner.endpoint_with(fd=fd, inode=inode))
@@ -366,7 +366,7 @@ def test_the_cache_of_the_embedded_engine_can_be_mapped() -> None:
 
 
 def test_the_staging_buffer_does_not_keep_a_cache_from_being_mapped() -> None:
-    """It is registered beside the cache, and all registered memory is mapped or none."""
+    """The buffer is registered beside the cache, and all registered memory is mapped or none."""
     staging = Staging("cpu")
     region = staging.region
     assert any(m.covers(region) for m in mapping.find_shared([region]))

@@ -23,7 +23,7 @@ from baton.transport.nixl.agent import DescriptorList, NixlAgent, Request, is_in
 from baton.transport.nixl.peer import NixlCounters, NixlPeer, PreparedGroup
 from baton.transport.nixl.transport import NixlEndpoint, NixlTransport
 
-TIMEOUT_S = 120.0  # For a process that imports NIXL on a busy machine.
+TIMEOUT_S = 120.0  # The limit for a process that imports NIXL on a busy machine.
 IDENTITY = b"i" * 48
 needs_nixl = pytest.mark.skipif(
     not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'"
@@ -266,7 +266,7 @@ def test_two_reads_of_one_transport_end_independently(producer: ProcessProducer)
 
 def _report_affinity(pipe: Pipe) -> None:
     first = min(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {first})  # As vLLM does with its worker.
+    os.sched_setaffinity(0, {first})  # vLLM pins its worker in the same way.
     with closing(NixlTransport(new_address("owner"))) as owner:
         before = set(os.listdir("/proc/self/task"))
         memory = np.zeros((1, 4096), dtype=np.uint8)

@@ -116,7 +116,7 @@ def test_a_nonce_is_never_used_twice(number: int) -> None:
 
 def test_off_computes_nothing() -> None:
     direction = Direction(KEY, "off")
-    nowhere = np.array([0]), np.array([1 << 40])  # Would crash if it were read.
+    nowhere = np.array([0]), np.array([1 << 40])  # A read of it would crash.
     sealing, opening = direction.seal(1, b""), direction.open(1, b"")
     sealing.add(*nowhere, memoryview(b""))
     opening.add(*nowhere, memoryview(b""))

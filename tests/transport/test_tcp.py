@@ -181,7 +181,7 @@ def test_the_token_of_the_endpoint_is_needed_too(owner: Owner) -> None:
 
 
 def test_an_impostor_at_the_owners_port_is_detected() -> None:
-    """It speaks the protocol but does not know the key."""
+    """The impostor speaks the protocol but does not know the key."""
     address = new_address("owner")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -322,7 +322,7 @@ def test_strangers_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None
     with ExitStack() as stack:
         stack.callback(owner.transport.close)
         peer = stack.enter_context(owner.dial_as_peer())
-        owner.wait_for_peers(1)  # Until then it holds a slot of a stranger.
+        owner.wait_for_peers(1)  # The peer holds a slot of a stranger until then.
         strangers = []
         for _ in range(12):
             strangers.append(stack.enter_context(owner.dial()))
@@ -332,7 +332,7 @@ def test_strangers_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(receive_until_closed(stranger) is not None for stranger in strangers[:8])
         peer.settimeout(0.0)
         with pytest.raises(BlockingIOError):
-            peer.recv(1)  # Its connection stays.
+            peer.recv(1)  # The peer's connection stays.
 
 
 def test_a_strangers_handshake_has_a_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Wire:
         self.integrity: Integrity = integrity
         self.proxy = FrameProxy()
         self.memory = pattern(4)[:, :4096].copy()
-        self.target = np.zeros_like(self.memory)  # Of the last reader.
+        self.target = np.zeros_like(self.memory)  # The memory of the last reader.
         options = TcpOptions(advertise_port=self.proxy.port, integrity=integrity)
         self.address = new_address("owner")
         self.transport = TcpTransport(self.address, options, secret=SECRET)
@@ -137,7 +137,7 @@ def test_a_request_for_another_address_is_not_answered(wire: Wire, bit: int) -> 
 def test_a_flipped_bit_in_the_handshake_refuses_the_connection(wire: Wire, kind: str) -> None:
     [whole] = [f for f in _frames_of_a_read(wire) if f.kind == kind]
     rng = random.Random(kind)
-    for byte in range(6, len(whole.content), 7):  # Without the length, which only makes one end wait.
+    for byte in range(6, len(whole.content), 7):  # The length is left out: its flip only makes an end wait.
         [outcome] = wire.read(flip(kind, 8 * byte + rng.randrange(8)))
         assert not outcome.ok, f"byte {byte}"
 
