@@ -50,13 +50,13 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # Endpoints that change weights and reset caches.
     "HF_HUB_OFFLINE": "1",
-    "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # Only what a test asks for.
+    "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # Only traces that a test asks for.
     "OTEL_BSP_SCHEDULE_DELAY": "50",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # The layout that TP sizes and hosts can divide.
 }
 
 
-@pytest.hookimpl(trylast=True)  # After the grouping by parameters, which it keeps.
+@pytest.hookimpl(trylast=True)  # This follows the grouping by parameters, and keeps it.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = lacking_ops(find_release())
     for item in items:

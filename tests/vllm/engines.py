@@ -41,7 +41,7 @@ API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 ON_CPU = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
 # vLLM's metrics say that all of a loaded prompt is external, also the token that is computed again.
 LOGS_STEPS = "--enable-logging-iteration-details"
-IN_USE_MAX = 0.001  # Of 2,048 blocks: two blocks.
+IN_USE_MAX = 0.001  # Two of 2,048 blocks.
 MODEL = "tiny"
 
 # Short enough to be reached in a test, and long enough for a machine that is busy with 16 requests.

@@ -38,7 +38,7 @@ class ForkingFleet(Fleet):
 
     def stop(self) -> None:
         super().stop()
-        self._zygote.communicate()  # It ends with its input.
+        self._zygote.communicate()  # The zygote ends with its input.
 
 
 class Forked(Child):

@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.vllm.engines import Prompt, Server, completion
 
-NUM_TOKENS = 64  # Per answer; a test with fewer tokens compares the beginning.
+NUM_TOKENS = 64  # Tokens per answer; a test with fewer tokens compares the beginning.
 _LENGTHS = (8, 9, 15, 16, 17, 31, 64, 127, 128, 129, 200, 255, 257, 300, 384, 500, 513, 640, 777, 1000, 1500)
 _LONG = (2000, 3000, 3900)
-_VOCAB = (3, 2000)  # After the special tokens.
+_VOCAB = (3, 2000)  # The range of token ids, after the special tokens.
 
 
 def prompts() -> list[Prompt]:

@@ -42,7 +42,7 @@ NUM_STATE_LAYERS = 3
 STATE_BYTES = 4 * (
     3 * (16 * 32 + 2 * 32) + 16 * 32 * 32
 )  # float32: inputs of the convolution, then the heads.
-BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # Of a layer: tokens, heads, K and V, elements, float32.
+BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # A layer's block: tokens, heads, K and V, elements, float32.
 ZEROING = """
 from baton.connectors.pull.reads.cache_layout import is_of_states
 from baton.hosts.vllm.{module} import {connector}
@@ -80,7 +80,7 @@ def granite(site_of: Callable[..., Site]) -> Site:
 
 @pytest.fixture(scope="module")
 def expected(granite: Site) -> dict[Prompt, list[int]]:
-    """Of a single vLLM without prefix caching; `test_states` compares it with transformers."""
+    """The answers of a single vLLM without prefix caching; `test_states` compares it with transformers."""
     engine = granite.cast("single", SINGLE)["single"]
     answers = {prompt: engine.tokens(prompt) for prompt in ASKED}
     granite.dismiss()
@@ -121,7 +121,7 @@ def test_a_stock_proxys_handoff_computes_one_token(
 def test_unlike_modes_block_sizes_and_lengths_are_converted(
     granite: Site, pair: tuple[Server, Server], expected: dict[Prompt, list[int]]
 ) -> None:
-    """Without prefix caching a state has a block of `max_model_len` tokens, and attention another one."""
+    """A state has a block of `max_model_len` tokens without prefix caching, and attention another one."""
     wide = (*UNCACHED, "--max-model-len", "2048", "--block-size", "256")
     of_d = transfer("BatonPullConnector", "kv_consumer", "d-wide")
     of_p = transfer("BatonPullConnector", "kv_producer", "p-long")
@@ -180,7 +180,7 @@ def fill_pool(engine: Server) -> None:
 
 
 def zeroing(module: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """As `config`, but the connector stores zeros for states."""
+    """The settings `config`, with a connector that stores zeros for states."""
     program = ZEROING.format(module=module, connector=config["kv_connector"])
     (folder / "zeroing.py").write_text(program)
     return {**config, "kv_connector": "Zeroing", "kv_connector_module_path": "zeroing"}

@@ -200,7 +200,7 @@ def test_what_was_computed_and_what_is_loaded_have_the_blocks_that_a_ticket_name
         step = min(CHUNK, num_tokens - computed.num_computed_tokens)
         assert pool.allocate_slots(computed, step) is not None
         computed.num_computed_tokens += step
-    pool.remove_skipped_blocks("computed", num_tokens)  # As vLLM does before it asks a connector.
+    pool.remove_skipped_blocks("computed", num_tokens)  # vLLM does the same before it asks a connector.
     assert [holes(table, num_tokens) for table in pool.get_block_ids("computed")] == expected
 
     loaded = request("loaded", range(num_tokens), cache_salt="loaded")
@@ -237,7 +237,7 @@ def test_the_specs_of_vllm_tell_what_each_cache_holds() -> None:
 
 
 def test_slots_of_several_tokens_are_refused_by_name() -> None:
-    """As in DeepSeek V4, whose latents are compressed."""
+    """DeepSeek V4 has such slots: its latents are compressed."""
     spec = MLAAttentionSpec(
         block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, tokens_per_state=4
     )

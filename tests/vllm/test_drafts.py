@@ -104,8 +104,8 @@ def hand_over(
 def test_a_draft_that_p_lacks_costs_accepted_tokens_and_no_prompt(
     hand_over: Callable[[str, str, str], float], mode: str
 ) -> None:
-    """Its KV of the prompt is zeroed, so that it drafts without knowing the prompt. Those that are accepted
-    are of the prompt that D computes.
+    """The draft's KV of the prompt is zeroed, so that it drafts without knowing the prompt. Tokens that are
+    accepted follow from the part of the prompt that D computes.
     """
     assert hand_over("p", "d-draft", mode) < 0.1
     hand_over("p", "d-eagle", mode)

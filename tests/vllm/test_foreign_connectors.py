@@ -77,8 +77,8 @@ class TokensFirst(ExampleConnector):
 
 
 def test_vllms_example_connector_runs_in_the_embedded_engine(site: Site, tmp_path: Path) -> None:
-    """As it is and with another layout; in another process, because this one has registered Baton's classes
-    with vLLM.
+    """The connector runs as it is and with another layout; in another process, because this one has
+    registered Baton's classes with vLLM.
     """
     (tmp_path / "tokens_first.py").write_text(TOKENS_FIRST)
     done = subprocess.run(

@@ -41,7 +41,7 @@ def test_streams_begin_with_the_first_token_of_p_and_equal_one_engines(
         assert got.token_ids == single.tokens(prompt, NUM_TOKENS)
         assert got.text == single.texts[prompt]
         assert got.usage == single.usage[prompt]
-    # In push, D can be faster than P's answer; the answers agree.
+    # D can be faster than P's answer in push; the answers agree.
     agreements = {label: router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED}
     assert agreements["no"] == 0
     if router.client.get(f"{router.url}/fleet").json()["mode"] == "pull":

@@ -41,7 +41,7 @@ def in_this_process() -> Iterator[None]:
     """vLLM imports each model in a process of its own to look at it, for five seconds."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(registry, "_run_in_subprocess", lambda call: call())
-        patches.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # It wins over the argument.
+        patches.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # The variable wins over the argument.
         yield
 
 
@@ -284,7 +284,7 @@ def other_value(value: Any) -> Any:
 
 @pytest.mark.parametrize("section", sorted(SECTIONS.keys() - {"vllm_config", "speculative_config"}))
 def test_a_field_is_compared_or_a_row_says_why_not(checkpoint: Path, section: str) -> None:
-    """With any other value, also one that vLLM refuses today."""
+    """Each field gets another value, also one that vLLM refuses today."""
     plain = configured(checkpoint, **LORA)
     if section == "multimodal_config":
         plain.model_config.multimodal_config = vllm.config.MultiModalConfig()
@@ -304,7 +304,7 @@ def test_a_field_is_compared_or_a_row_says_why_not(checkpoint: Path, section: st
         else:
             object.__setattr__(whole, section, changed)
         object.__setattr__(whole, "model_config", model)
-        is_neutral = field.name in ("max_model_len", "mamba_ssm_cache_dtype")  # For a model such as this one.
+        is_neutral = field.name in ("max_model_len", "mamba_ssm_cache_dtype")  # Both are neutral here.
         assert (identity_of(whole) == identity) == is_neutral, f"{section}.{field.name}"
 
 
@@ -461,7 +461,7 @@ SAMPLE = [*PLAYED] if os.environ.get("PLAY_ALL") else ["length of longrope"]
 
 @pytest.mark.parametrize("change", SAMPLE)
 def test_kv_of_another_configuration_is_computed_again(site: Site, tmp_path: Path, change: str) -> None:
-    """In a handoff, and in a folder of chunks. PLAY_ALL=1 plays all changes, each for two minutes."""
+    """KV goes through a handoff and a folder of chunks. PLAY_ALL=1 plays all changes, two minutes each."""
     asked = [prompt for prompt in prompts() if len(prompt) in (300, 384, 500)]
     assert asked
     before, after = PLAYED[change]

@@ -87,7 +87,7 @@ def test_params_that_are_no_dict_are_a_400(
 
 
 def test_a_ticket_cannot_be_replayed(plain_pair: tuple[Server, Server], single: Single) -> None:
-    """For another prompt, a longer and a shorter one, twice for its own, and at the engine that made it."""
+    """Replays: for another, a longer and a shorter prompt, twice for its own, and at the ticket's engine."""
     p, d = plain_pair
     ticket = p.prefill(MINE, cache_salt="replay")
     salt = {"cache_salt": "replay"}

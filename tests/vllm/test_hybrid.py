@@ -43,8 +43,8 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 PAIRS = [("p", "d"), ("p", "baton-d"), ("baton-p", "d")]
 
 _LONG = next(prompt for prompt in prompts() if len(prompt) == 1500)
-# For 131 and 1,027 tokens the window of the last token begins with the last token of a block; an engine that
-# keeps only the next token's window has freed it.
+# Prompts of 131 and 1,027 tokens: the window of the last token begins with a block's last token. An engine
+# that keeps only the next token's window has freed that block.
 ASKED = [_LONG[:length] for length in (8, 32, 100, 131, 132, 300, 513, 1027, 1500)]
 _LONGEST = next(prompt for prompt in prompts() if len(prompt) == 3900)  # Sixteen steps of P.
 
@@ -133,7 +133,7 @@ def test_a_producer_that_keeps_everything_serves_one_that_does_not(
 def test_a_failed_load_is_computed_and_the_engine_continues(
     windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
-    """With several groups vLLM does not accept bad blocks; the request is reported instead."""
+    """vLLM does not accept bad blocks of several groups; the request is reported instead."""
     d, p = engines["d"], engines["baton-p"]
     params = p.prefill(_LONG, cache_salt="gone")
     processes = psutil.Process(p.child.pid).children(recursive=True)

@@ -56,8 +56,8 @@ def qwen3_next(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_handoff_goes_on_as_a_single_vllm_does(qwen3_next: Site, mode: str) -> None:
-    """In bfloat16 a prompt that is computed at once gets other tokens than one whose last token is decoded. D
-    decodes it. So the last token of these prompts is one that a single vLLM has decoded.
+    """A prompt that is computed at once gets other tokens in bfloat16 than one whose last token is decoded. D
+    decodes that token. So the last token of these prompts is one that a single vLLM has decoded.
     """
     plans = [VllmPlan("single", None, extra=BF16)]
     for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):

@@ -41,9 +41,9 @@ OF_SCHEDULER = """
     output_token_ids prefill_stats replay_start shared_prefix_boundary skip_reading_prefix_cache
     spec_decode_metrics spec_token_ids status stop_reason streaming_queue structured_output_request
 """
-# Which engine of a group computes it, and its name for clients.
+# Fields that tell which engine of a group computes the request, and its name for clients.
 OF_FRONT_END = "current_wave data_parallel_rank external_req_id"
-# They choose, constrain and describe tokens; the KV of a token does not depend on how it was chosen.
+# Fields that choose, constrain and describe tokens; a token's KV does not depend on how it was chosen.
 OF_SAMPLING = """
     n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed
     stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids
@@ -53,7 +53,8 @@ OF_SAMPLING = """
     logit_bias allowed_token_ids extra_args bad_words _bad_words_token_ids skip_reading_prefix_cache
     thinking_token_budget repetition_detection routed_experts_prompt_start trace_decode_token_ids
 """
-# They say what is made of the last hidden states. `extra_kwargs` may be an input: such requests are unnamed.
+# Fields that say what is made of the last hidden states. `extra_kwargs` may be an input: requests that have
+# it are unnamed.
 OF_POOLING = """
     use_activation dimensions step_tag_id returned_token_ids task requires_token_ids skip_reading_prefix_cache
     late_interaction_params late_chunking_params extra_kwargs output_kind

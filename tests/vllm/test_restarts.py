@@ -90,7 +90,7 @@ def test_a_prefill_engine_killed_in_pull_costs_no_answer(site: Site, single: Sin
 
 
 def test_a_restarted_prefill_engine_is_read_from_again(site: Site, single: Single) -> None:
-    """It has the same name, which D knows from its predecessor. The predecessor's tickets are not valid
+    """The new engine has the name that D knows from its predecessor. The predecessor's tickets are not valid
     any more.
     """
     servers = site.cast(PLAIN, P, D)

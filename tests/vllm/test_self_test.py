@@ -22,7 +22,7 @@ vllm.__version__ = "{VERSION}"
 
 class UnlistedConnector(BatonPushConnector): ...
 """
-# With FIELDS of each layer's layout half as large.
+# A program whose connector halves FIELDS of each layer's layout.
 MISREPORTED = f"""
 import msgspec
 from baton.connectors.pull import worker
@@ -109,7 +109,7 @@ def test_latents_are_tested_too(site: Site, tmp_path: Path) -> None:
 def test_an_unlisted_version_whose_blocks_lie_elsewhere_does_not_start(
     site: Site, tmp_path: Path, fields: list[str], reason: str
 ) -> None:
-    """By its own check of the layout, or by the bytes that a read brings."""
+    """The engine's own check of the layout refuses it, or the bytes that a read brings."""
     site.cast("refused")
     (port,) = free_ports(1)
     program = f"FIELDS = {fields}\n{MISREPORTED}"

@@ -26,7 +26,8 @@ from tests.vllm.engines import (
 from tests.vllm.prompts import Prompt, prompts
 
 STATES = "states"
-TIE = 1e-4  # Of two logits in float32; those of these models differ by a tenth.
+# Two float32 logits that differ by less are a tie; other logits of these models differ by a tenth.
+TIE = 1e-4
 ZEROED = """
 from baton.connectors.pull.reads.cache_layout import is_of_states
 from baton.hosts.vllm.connector import BatonPullConnector
@@ -139,7 +140,7 @@ def test_a_zeroed_state_changes_the_tokens(
 def test_a_stock_proxys_handoff_computes_one_token(
     engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
-    """Without a word about the first token P leaves the last token out, and D computes it."""
+    """P is told nothing about the first token: it leaves the last token out, and D computes it."""
     check_last_token(engines["p"], engines["d"], ASKED[1:], expected.__getitem__, "proxy")
 
 

@@ -65,7 +65,7 @@ def test_the_tokens_are_those_of_a_single_vllm(
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 128, 129, 513, 1000, 2000)]
     _, d = pair
     before, num_computed = d.metric(TRANSFERS), d.num_computed()
-    # With this salt nothing is in D's cache.
+    # No prompt with this salt is in D's cache.
     check_tokens(proxy, asked, single.tokens, cache_salt=_salt(proxy))
     d.wait_metric(TRANSFERS, lambda count: count >= before + len(asked))
     d.check_computed(lambda: num_computed + len(asked))  # One token of each prompt.

@@ -96,7 +96,7 @@ class World:
         return context
 
     def store(self, context: ReqContext, *keys: Any) -> None:
-        """As if a worker had copied blocks; each byte is the key's first."""
+        """Stores blocks as if a worker had copied them; each byte is the key's first."""
         prepared = self.manager.prepare_store(keys, context)
         assert prepared is not None
         for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):

@@ -47,9 +47,9 @@ def name(engine: Server, seed: int) -> None:
 
 
 def update(engine: Server, seed: int, *, is_named: bool = True) -> None:
-    """As a trainer does: drain, change the weights, name them, go on."""
+    """Updates as a trainer does: drain, change the weights, name them, go on."""
     deadline_s = time.monotonic() + ANSWER_S
-    # Fails while blocks are lent.
+    # The call fails while blocks are lent.
     while engine.client.post(f"{engine.url}/pause?mode=wait").status_code != 200:
         assert time.monotonic() < deadline_s, engine.child.log_tail()
     use_weights(engine, seed)
@@ -147,8 +147,8 @@ def change_under_load(
     *_, consumer = engines
     for engine in engines:
         update(engine, 0)
-    history = [0]  # The consumer's weights; an update that has begun is there.
-    num_over = [0]  # Those that no request of now can be computed with.
+    history = [0]  # The consumer's weights, with an update that has begun.
+    num_over = [0]  # The number of old entries of `history` that no request can still use.
     is_over = threading.Event()
     wrong: list[tuple[int, list[int], list[int]]] = []
     num_answers = [0]
@@ -205,7 +205,7 @@ def test_updates_of_an_engine_with_a_store_under_load(
     extra = {"path": str(tmp_path)} if "Storage" in connector else {"cpu_gib": 0.25}
     engine = site.cast(f"load {connector}", plan(connector, "kv_both", "l", **extra))["l"]
     done = change_under_load(engine.tokens, [engine], answers, random.Random(connector))
-    # Which prompts were asked with which weights is chance, so that perhaps none of them came back to its KV.
+    # Chance decides which prompts met which weights, so that perhaps none of them came back to its KV.
     for seed in (0, 1, 0):
         update(engine, seed)
         assert [engine.tokens(prompt) for prompt in ASKED] == [*answers[seed].values()]

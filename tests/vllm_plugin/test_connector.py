@@ -176,7 +176,7 @@ def test_errors_of_a_half_are_contained_and_counted(
 
 @pytest.mark.parametrize("name", sorted(CONNECTORS))
 def test_each_statistics_class_can_count_contained_errors(plugin: Any, name: str) -> None:
-    """Without such a field, counting the first error would end the engine."""
+    """Counting the first error would end the engine if the class had no such field."""
     assert getattr(plugin, name).build_kv_connector_stats().data["failures"] == {}
 
 

@@ -39,7 +39,7 @@ def test_unexpected_numbers_of_layers_make_none_a_drafts(
 
 
 class DraftingEngine(VllmEngine):
-    """Its last layer is a draft model's."""
+    """An engine whose last layer is a draft model's."""
 
     digest = ""
 

@@ -151,7 +151,7 @@ HYBRID = [["l0", "l3"], ["l1", "l4"], ["l2", "l5"]]
 
 
 def hybrid() -> Any:
-    """As vLLM groups the layers of a small Gemma 3: the third and the sixth have full attention."""
+    """Groups that vLLM makes of a small Gemma 3's layers: the third and the sixth have full attention."""
     config = groups(SlidingWindowSpec(300), SlidingWindowSpec(300), FullAttentionSpec())
     for group, names in zip(config.kv_cache_groups, HYBRID, strict=True):
         group.layer_names = names

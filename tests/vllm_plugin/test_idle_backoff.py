@@ -73,7 +73,7 @@ def world() -> Iterator[VllmPushWorld]:
 def d(world: VllmPushWorld) -> VllmPushEngine:
     engine = world.engine("d")
     assert isinstance(engine, VllmPushEngine)
-    engine.half._control_wakes = True  # As with a control thread of its own.
+    engine.half._control_wakes = True  # The engine has a control thread of its own.
     return engine
 
 

@@ -107,7 +107,7 @@ def test_every_recorded_version_has_what_we_rely_on(release: str) -> None:
     ],
 )
 def test_what_vllm_may_move_has_one_place(names: set[str], files: set[str]) -> None:
-    """As the table in docs/vllm.md says."""
+    """The table in docs/vllm.md lists the same."""
     found = {
         file.name
         for file in Path(baton.hosts.vllm.__file__).parent.glob("*.py")

@@ -63,7 +63,7 @@ def test_an_allocation_that_fails_finds_the_blocks_of_loans_that_have_ended(worl
     p.prefill("r", TOKENS)
     assert not p.half.has_pending_block_frees()
     world.now += 100
-    p.half._agent.wake(world.now)  # As the control thread does.
+    p.half._agent.wake(world.now)  # The control thread does the same.
     num_free = len(p.free_blocks)
     assert p.half.has_pending_block_frees()
     assert len(p.free_blocks) > num_free

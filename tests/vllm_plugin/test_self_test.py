@@ -195,7 +195,7 @@ def test_a_read_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler for the driver's double")
 def test_a_cache_on_a_gpu_is_read_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a double of CUDA's driver, in which a process cannot open its own handles either."""
+    """A double replaces CUDA's driver; a process cannot open its own handles in it either."""
     library = build(tmp_path)
     content = noise(BLOCKS, HEADS, BLOCK, CONTENT).view(torch.uint8).flatten().numpy()
     memory = FakeDeviceMemory(FakeDevice(library), np.array([content]))

@@ -10,7 +10,7 @@ from baton.hosts.vllm.weights import READS, follow_weights
 
 
 class Connector:
-    """As `ForwardingConnector` has it: an unnamed version is a new number each time."""
+    """A connector like `ForwardingConnector`: an unnamed version is a new number each time."""
 
     def __init__(self, *, can_forget: bool = True) -> None:
         self.weights_version = ""
@@ -53,7 +53,7 @@ def core_of(*connectors: Any) -> Any:
 
         def sleep(self, level: int = 1, mode: str = "abort") -> None:
             for connector in connectors:
-                connector.set_weights(None, None)  # It resets all caches.
+                connector.set_weights(None, None)  # Sleeping resets all caches.
             self.model_executor.is_sleeping = level > 0
 
         def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -61,9 +61,9 @@ def core_of(*connectors: Any) -> Any:
             return tags is None
 
     follow_weights(Core)
-    follow_weights(Core)  # Changes nothing.
+    follow_weights(Core)  # A second call changes nothing.
     core = Core()
-    multi = SimpleNamespace(_connectors=[SimpleNamespace(), *connectors])  # With one that is not ours.
+    multi = SimpleNamespace(_connectors=[SimpleNamespace(), *connectors])  # One connector is not ours.
     core.scheduler = SimpleNamespace(connector=multi if len(connectors) > 1 else connectors[0])  # type: ignore[attr-defined]
     return core
 
