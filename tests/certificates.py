@@ -73,7 +73,7 @@ def _usage(*, is_ca: bool) -> x509.KeyUsage:
 
 
 def context_of(ca: str, own: TlsFiles | None = None) -> ssl.SSLContext:
-    """Of a client that trusts `ca` only, and has a certificate of its own."""
+    """TLS context of a client that trusts `ca` only; `own` is the client's certificate."""
     context = ssl.create_default_context(cafile=ca)
     if own is not None:
         context.load_cert_chain(own.cert, own.key)

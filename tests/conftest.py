@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from tests.event_loop import run
 from tests.fork_server import forking_programs
 
-# Until collection ends. It makes objects that stay; garbage collections took a third of its CPU time.
+# Garbage collection is off until pytest has collected the tests: the objects that this makes stay, and
+# garbage collections took a third of its CPU time.
 gc.disable()
 
 # Set before anything imports torch: the machine is small, and several engines run at once.
@@ -47,7 +48,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # With the default, 6% of the CPU time of tests/router was collections.
+    gc.set_threshold(10_000, 20, 20)  # The default thresholds cost 6% of the CPU time of tests/router.
     gc.enable()
 
 

@@ -11,7 +11,7 @@ class _Clockwork(asyncio.SelectorEventLoop):
     """Loop whose time is real time plus what `pass_time` skipped."""
 
     skipped_s = 0.0
-    deadline: asyncio.Timeout | None = None  # Of the test. `pass_time` does not bring it nearer.
+    deadline: asyncio.Timeout | None = None  # The end of the test; `pass_time` does not bring it nearer.
 
     def time(self) -> float:
         return super().time() + self.skipped_s

@@ -42,7 +42,7 @@ from baton.router.shell import frames
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
-NAME = "fork-server"  # Of the process.
+NAME = "fork-server"  # The process's name.
 LENGTH_BYTES = 8
 DESCRIPTORS_MAX = 64
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ start_interpreter = subprocess._fork_exec
 
 
 class Request(NamedTuple):
-    arguments: list[str]  # After the interpreter.
+    arguments: list[str]  # Arguments after the interpreter.
     targets: list[int]  # The program's descriptors.
     folder: str
     environment: dict[bytes, bytes]
@@ -194,7 +194,7 @@ def _settings(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     }
 
 
-_SETTINGS = _settings(os.environb)  # The server's too.
+_SETTINGS = _settings(os.environb)  # The server has them, too.
 
 
 def _split(entry: bytes) -> tuple[bytes, bytes]:

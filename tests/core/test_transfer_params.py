@@ -64,7 +64,7 @@ def test_a_decode_leg_may_only_name_its_producer() -> None:
     assert parse_transfer_params(leg) == Named(None, "P0", "h", 5600)  # type: ignore[arg-type]
     assert parse_transfer_params({**leg, "transfer_id": "t"}) == Named("t", "P0", "h", 5600)  # type: ignore[arg-type]
     assert parse_transfer_params({**leg, "baton_introduction": "abc"}) == Stream(None, "abc", "P0")  # type: ignore[arg-type]
-    with pytest.raises(BadTransferParams, match="baton_ticket"):  # Of a pull by another connector.
+    with pytest.raises(BadTransferParams, match="baton_ticket"):  # Another connector's pull.
         parse_transfer_params({**leg, "remote_block_ids": [[1, 2]]})
 
 

@@ -76,7 +76,7 @@ def test_the_units_run_commands_that_baton_has(unit: Path) -> None:
 def test_systemd_understands_the_units(unit: Path, tmp_path: Path) -> None:
     if (analyze := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd-analyze is not installed")
-    # It also looks whether the program exists.
+    # systemd-analyze also looks whether the program exists.
     copy = tmp_path / unit.name
     copy.write_text(unit.read_text().replace("/opt/baton/bin/baton", "/bin/true"))
     done = subprocess.run(
@@ -135,7 +135,7 @@ def rendered(overlay: str, folder: Path) -> dict[tuple[str, str], dict[str, Any]
     assert done.returncode == 0, done.stderr
     found = [*yaml.safe_load_all(done.stdout)]
     for resource in found:
-        if resource["kind"] != "PodMonitor":  # It is a custom resource.
+        if resource["kind"] != "PodMonitor":  # A PodMonitor is a custom resource.
             kubernetes_validate.validate(resource, KUBERNETES, strict=True)
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 

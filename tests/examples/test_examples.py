@@ -121,7 +121,7 @@ def test_both_examples_with_served_engines(engines: Engines, tmp_path: Path) -> 
     assert tokens_of(second) == first
     assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
 
-    subscriber = Subscriber(events, replay)  # It missed all events so far and asks for a replay.
+    subscriber = Subscriber(events, replay)  # The subscriber missed all events so far and asks for a replay.
     while not subscriber.receive(50):
         b.complete(prompt, max_tokens=20)
         prompt = [*prompt, 7]

@@ -95,7 +95,7 @@ class FakeModelConfig(SimpleNamespace):
 def in_vllm(
     name: str, *, load_format: str = "auto", folder: Path | None = None, **changes: Any
 ) -> KVIdentity:
-    """Of a model whose files are in this folder, or not on this machine."""
+    """KV identity in vLLM of a model whose files are in `folder`, or not on this machine."""
     fields = {
         "seed": 0,
         "dtype": "torch.bfloat16",

@@ -101,7 +101,7 @@ def called(name: str, value: Any, public: set[Any]) -> Iterator[str]:
 
 
 def _parameters(value: Any) -> str:
-    """Without annotations. Empty for what is not called, and for what takes anything or nothing."""
+    """The parameters, without annotations; empty if `value` is not callable, or takes anything or nothing."""
     function = getattr(value, "__func__", value)
     if not callable(function):
         return ""

@@ -40,7 +40,7 @@ BASES = (Counter, Gauge, Histogram)
 
 
 def lines(registry: CollectorRegistry) -> Iterator[str]:
-    """Of what counts by itself, without what is collected when it is asked for."""
+    """A line for each metric that counts by itself; metrics that are collected on request are left out."""
     for metric in registry._collector_to_names:
         if isinstance(metric, BASES):
             yield _line(metric._name, metric._type, metric._labelnames, getattr(metric, "_upper_bounds", ()))
@@ -126,7 +126,7 @@ TRANSFER: Any = SimpleNamespace(
 
 
 def members(union: Any) -> list[str]:
-    """Of a union of literals."""
+    """The values of a union of literals."""
     return [value for part in get_args(union) for value in (get_args(part) or [part])]
 
 

@@ -42,7 +42,7 @@ def module_file(parts: list[str]) -> Path | None:
 
 @cache
 def code_of(file: Path) -> str:
-    """Without comments and docstrings."""
+    """The file's text without comments and docstrings."""
     return re.sub(r'"{3}.*?"{3}|#[^\n]*', "", file.read_text(), flags=re.DOTALL)
 
 

@@ -37,7 +37,7 @@ from tests.router.fakes import (
 from tests.router.vllm_fakes import refuses_tickets, vllm
 
 HOP = {"host", "content-length", "accept", "accept-encoding", "connection", "user-agent", "content-type"}
-SEEN = re.compile(r"content-type|retry-after|www-authenticate|x-.*")  # Of the client's answer.
+SEEN = re.compile(r"content-type|retry-after|www-authenticate|x-.*")  # Headers of the client's answer.
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 STREAM = {"stream": True}
 COUNTS = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
@@ -46,12 +46,12 @@ TOO_LONG = responds(400, {"error": {"message": "too long", "param": "prompt"}})
 
 
 class Order:
-    """Of the two legs of a push. P first: D answers once the router has read P's answer. D first: P never."""
+    """Order of push legs. P first: D answers once the router has read P's answer. D first: P never does."""
 
     def __init__(self, first: str) -> None:
         self._first_is_prefill = first == "P"
         self._num_prefills = 0
-        self.client: httpx.AsyncClient | None = None  # Of the router.
+        self.client: httpx.AsyncClient | None = None  # The router's client.
 
     def kept(self, respond: Respond) -> Respond:
         async def answer(call: Call) -> None:
@@ -130,7 +130,7 @@ class Scenario:
     path: str = "/v1/completions"
     settings: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    raw: bytes | None = None  # Instead of `body`.
+    raw: bytes | None = None  # The bytes to send instead of `body`.
     method: str = "POST"
 
 

@@ -41,7 +41,7 @@ REQUEST: Any = SimpleNamespace(
 
 
 def answer_of_an_engine(wish: Lend | Borrow) -> dict[str, Any]:
-    """Its ticket, which is pinned elsewhere, is left out."""
+    """The params that an engine answers, without its ticket, which is pinned elsewhere."""
     identity = pull_identity(settings=PullSettings(turns=TurnSettings(min_tokens=1)))
     agent: Any = SimpleNamespace(address=P, lend=lambda now: LOAN, keep=lambda now, hold_s: LOAN)
     requests: Any = SimpleNamespace(params_of=lambda request: wish)

@@ -163,7 +163,7 @@ def test_the_replay_of_a_broken_world_ends_with_what_broke() -> None:
 @pytest.mark.processes
 def test_worlds_in_processes_are_those_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["pull", "--seeds", "12", "--first", "15"]  # Two batches.
-    # In a process of its own, because a fork of one with threads may deadlock.
+    # This runs in a new process, because a fork of a process with threads may deadlock.
     forked = subprocess.run(
         [sys.executable, "-m", "lab.sim", *options, "--jobs", "2"],
         capture_output=True,

@@ -61,7 +61,7 @@ class Metadata(KVConnectorMetadata):
     preempted: set[str] = field(default_factory=set)
     step: int = 0
     is_empty: bool = False
-    dropped: set[str] = field(default_factory=set)  # Requests whose load under way is of other weights.
+    dropped: set[str] = field(default_factory=set)  # Requests whose open load is of other weights.
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class Report(RankReport):
     stored: AllRanks[set[tuple[int, str]] | None] = None  # (step, key)
     saved: AllRanks[set[tuple[int, str]] | None] = None  # (step, request id): all its saves of that step.
     bad_steps: AnyRank[set[int] | None] = None  # Steps in which a block turned out to be invalid.
-    lost: AnyRank[set[str] | None] = None  # Names.
+    lost: AnyRank[set[str] | None] = None  # Names of lost blocks.
 
 
 def key_of(tokens: list[int], salt: str | None) -> str:
@@ -94,7 +94,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
     def __init__(self, config: Any) -> None:
         self.block = config.cache_config.block_size
         self.loads_async = bool(config.kv_transfer_config.get_from_extra_config("async", True))
-        self.stored: dict[str, int] = {}  # The step that saved it, by key.
+        self.stored: dict[str, int] = {}  # The step that saved each block, by key.
         self.tracked: dict[str, Tracked] = {}
         self.finished: set[str] = set()  # Blocks kept until their saves are confirmed.
         self.loads: list[Load] = []
@@ -102,8 +102,8 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         self.step = 0
         self.void_until = 0  # Saves of steps up to this one are invalid.
         self.void: set[int] = set()
-        self.open_loads: set[str] = set()  # In the background; some may have ended.
-        self.dropped: set[str] = set()  # The open ones that began with other weights.
+        self.open_loads: set[str] = set()  # Loads in the background; some may have ended.
+        self.dropped: set[str] = set()  # Open loads that began with other weights.
         self.stale: set[str] = set()  # Requests that were open when the weights changed.
         self.combiner = RankCombiner(Report, config.parallel_config.world_size)
 
@@ -245,9 +245,9 @@ class MemoryWorker(KVConnectorWorkerHalf):
         self.rank = config.parallel_config.rank
         self.caches: dict[str, torch.Tensor] = {}
         self.store: dict[str, list[torch.Tensor]] = {}
-        self.late_saves: list[Save] = []  # Scheduled in the previous step.
+        self.late_saves: list[Save] = []  # Saves that the previous step scheduled.
         self.new_loads: list[Load] = []
-        self.late_loads: list[Load] = []  # Scheduled in the previous step.
+        self.late_loads: list[Load] = []  # Loads that the previous step scheduled.
         self.dropped: set[str] = set()
         self.invalid: set[int] = set()
         self.lost: set[str] = set()

@@ -23,7 +23,7 @@ from tests.testing.sound import (
     name_of,
 )
 
-_SHELVES: dict[int, dict[str, Any]] = {}  # By rank.
+_SHELVES: dict[int, dict[str, Any]] = {}  # Stored blocks by rank and name.
 
 
 class PairScheduler(MemoryScheduler):
@@ -31,7 +31,7 @@ class PairScheduler(MemoryScheduler):
         super().__init__(config)
         self.is_producer = config.kv_transfer_config.is_kv_producer
         self.names: dict[str, dict[int, tuple[str, str]]] = {}  # (key, name) of each block, by request.
-        self.offers: dict[str, list[str]] = {}  # Names, of requests that load.
+        self.offers: dict[str, list[str]] = {}  # Names of blocks, by request that loads.
         self.first_tokens: dict[str, PrefilledTokens] = {}
 
     def order_saves(
@@ -104,7 +104,7 @@ class PairWorker(MemoryWorker):
         super().__init__(config)
         self.store = _SHELVES.setdefault(self.rank, {})
         if config.kv_transfer_config.is_kv_producer:
-            self.store.clear()  # A new example.
+            self.store.clear()  # A new example begins.
 
 
 class PairConnector(MemoryConnector):

@@ -22,7 +22,7 @@ def test_a_thread_that_python_did_not_start_is_ignored() -> None:
     before, known, end = running_threads(), threading.Event(), threading.Event()
 
     def run_a_method() -> None:
-        threading.current_thread()  # From now on Python lists the thread, and it cannot be joined.
+        threading.current_thread()  # Python now lists the thread, and it cannot be joined.
         known.set()
         end.wait()
 

@@ -74,7 +74,7 @@ def test_scales_that_are_not_moved_are_noticed(name: str, kind: int, tmp_path: P
             half.register_kv_caches = register_numbers
             return half
 
-    case = replace(our_cases(tmp_path)[name], break_store=None)  # That would have another rule.
+    case = replace(our_cases(tmp_path)[name], break_store=None)  # A broken store would break another rule.
     verdict = check_connector(case, examples=30, tries=5, make_site=lambda case: Hiding(kind, case))
     assert verdict.broken_rule == "wrong-bytes", verdict.broken
 

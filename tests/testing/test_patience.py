@@ -18,7 +18,7 @@ class Waiting:
         self._engines: list[Any] = [SimpleNamespace(woken=threading.Event())]
 
     def look(self, took_s: float) -> bool:
-        self._engines[0].woken.set()  # So that the test does not really wait.
+        self._engines[0].woken.set()  # The test does not really wait.
         goes_on = self.patience.wait(self._engines)
         self.now_s += took_s
         return goes_on
@@ -56,6 +56,6 @@ def test_a_stall_of_the_machine_is_no_hang(waiting: Waiting) -> None:
 def test_after_a_hang_the_limit_is_a_multiple_of_what_helped(waiting: Waiting) -> None:
     for _ in range(FREE_LOOKS + 11):
         assert waiting.look(0.01)
-    waiting.patience.moved()  # Within 0.1 s.
+    waiting.patience.moved()  # Progress came within 0.1 s.
     assert waiting.looks_until_given_up(0.01) > 400
     assert waiting.looks_until_given_up(0.01) < FREE_LOOKS + 60

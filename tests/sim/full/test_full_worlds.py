@@ -11,7 +11,7 @@ from baton.core.errors import UserError
 from lab.sim.full import FAILED, FULL
 from lab.sim.kernel.runs import MODES
 
-NUM_WORLDS = 100  # Of each mode.
+NUM_WORLDS = 100  # Worlds of each mode.
 RARE = {
     "pull": (169, 177, 189),
     "push": (133, 144, 181, 245),
@@ -237,7 +237,7 @@ def test_a_full_world_is_replayed_by_its_seed(mode: str) -> None:
 @pytest.mark.processes
 def test_a_seed_tells_the_same_story_in_every_process() -> None:
     """Sets have another order in each process. No world may depend on it."""
-    seeds = (49, 192)  # In pull, one step of each preempts two requests.
+    seeds = (49, 192)  # One step of each preempts two requests in pull.
     script = (
         "from lab.sim.full import FULL\n"
         f"for seed in {seeds}:\n"

@@ -37,7 +37,7 @@ class AsyncNothing(MemoryScheduler):
         return 0, self.loads_async
 
 
-@breaks("match-out-of-range", seed=5)  # With others the load raises first.
+@breaks("match-out-of-range", seed=5)  # The load raises first with other seeds.
 class RoundsUp(MemoryScheduler):
     """Rounds up to whole blocks."""
 
@@ -99,7 +99,7 @@ class ListsOfBlocks(MemoryWorker):
 @breaks("wrong-type")
 class ExpectsLessThanNothing(MemoryWorker):
     def get_expected_finished_count(self) -> int:
-        return -1  # Means "all of them" in other code.
+        return -1  # -1 means "all of them" in other code.
 
 
 @breaks("params-not-plain")

@@ -112,7 +112,7 @@ class StoresOldRequests(MemoryScheduler):
         return answer
 
 
-@breaks("old-weights-loaded", seed=2)  # Finds it in 5 s; others need up to two minutes.
+@breaks("old-weights-loaded", seed=2)  # This seed finds it in 5 s; others need up to two minutes.
 class DeliversOldLoads(MemoryScheduler):
     def set_weights(self, weights: str | None, version: str | None) -> bool | None:
         answer = super().set_weights(weights, version)

@@ -81,7 +81,7 @@ class NeverGivesBack(MemoryScheduler):
         return is_lent or not request.status.name.endswith("ABORTED"), params
 
 
-@breaks("abort-leaks", seed=4)  # Finds it in 33 examples; others need 100 to 230.
+@breaks("abort-leaks", seed=4)  # This seed finds it in 33 examples; others need 100 to 230.
 class ForgetsAborted(MemoryWorker):
     """Reports no end of a load if its request has ended."""
 
@@ -144,7 +144,7 @@ class RemembersEverybody(MemoryScheduler):
 
 @breaks("threads-left")
 class LeavesThreads(MemoryWorker):
-    """Its thread waits for an event that is never set."""
+    """Starts a thread that waits for an event that is never set."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -91,7 +91,8 @@ class _TellsWhoRuns(MemoryScheduler):
         )
 
 
-@breaks("unknown-id-raised", scheduler_kind=_TellsWhoRuns, seed=10)  # With others another call raises first.
+# Another call raises first with other seeds.
+@breaks("unknown-id-raised", scheduler_kind=_TellsWhoRuns, seed=10)
 class KnowsEveryRequest(MemoryWorker):
     """Keeps a record of each request that was scheduled, and drops it by id."""
 
