@@ -1,7 +1,4 @@
-"""`baton bench [NAME ...]`: measures Baton's costs on this machine, as ratios to limits of the same run.
-
-It is above the other commands, so that it may use them; `baton.cli.main` finds it by name.
-"""
+"""`baton bench [NAME ...]`: transports and stores of this machine, as ratios to limits of the same run."""
 
 import importlib
 import sys
@@ -13,9 +10,7 @@ import typer
 from baton.bench.machine import machine_line
 
 BENCHMARKS = {
-    "step": "baton.bench.step_overhead",
     "transports": "baton.bench.transports",
-    "handoff": "baton.bench.handoff",
     "tiers": "baton.bench.tiers",
 }
 
@@ -29,7 +24,7 @@ def bench(
         typer.Argument(help=f"Benchmarks to run, of {', '.join(BENCHMARKS)} (default: all)."),
     ] = None,
 ) -> None:
-    """Measure this machine: the overhead of a step, the transports, a handoff, the tiers."""
+    """Measure this machine: the transports between processes, and files as a tier."""
     if status := run_benchmarks(names or [], BENCHMARKS):
         raise typer.Exit(status)
 

@@ -25,7 +25,7 @@ MODULES = {
 """Modules that each extra brings to the base install; a test compares them with pyproject.toml."""
 
 COMMANDS = {
-    "bench": ("engine", "router"),
+    "bench": ("engine",),
     "cache": ("cli",),
     "check": ("check",),
     "demo": ("engine", "router"),

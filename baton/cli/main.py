@@ -24,7 +24,7 @@ COMMANDS = {
     "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
     "check": "baton.cli.check",
-    "bench": "baton.bench.command",  # Name only: baton.bench may not be imported here.
+    "bench": "baton.bench.command",
 }
 
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")

@@ -11,7 +11,9 @@ from baton.bench.command import BENCHMARKS, run_benchmarks
 from lab.bench.compare.command import compare
 
 ALL = {
+    "step": "lab.bench.step_overhead",
     **BENCHMARKS,
+    "handoff": "lab.bench.handoff.command",
     "decode-graphs": "lab.bench.decode_graphs",
     "choice": "lab.bench.fleet.choice",
     "engine-steps": "lab.bench.engine_steps",

@@ -18,13 +18,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff_system import model_folder
 from baton.bench.machine import machine_line
 from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.attention.cuda import why_unavailable
 from baton.engine.core.engine_core import EngineCore
+from lab.bench.handoff.system import model_folder
 
 MODES = ("off", "piecewise", "full")
 BATCHES = (1, 5, 16, 64)

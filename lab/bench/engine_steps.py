@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff_system import model_folder
 from baton.bench.machine import machine_line
 from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import ModelConfig
@@ -29,6 +28,7 @@ from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.matmul import Matmul
 from lab.bench.decode_graphs import DecodingEngine
+from lab.bench.handoff.system import model_folder
 
 DTYPES = ("float32", "bfloat16")
 

@@ -23,12 +23,12 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff_system import Prompts, model_folder
 from baton.bench.machine import machine_line
 from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
+from lab.bench.handoff.system import Prompts, model_folder
 
 FACTORY: Final = "baton.assemble:connector_factory"
 ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from engine_core_fakes import FACTORY, FakeSchedulerHalf, FakeWorkerHalf, factory
 
-from baton.bench import step_overhead
 from baton.connectors.pull.stats import PullStats
 from baton.contract import ConnectorDead, KVConnectorTransferResults
 from baton.contract.guard import STEP_ERRORS_MAX
@@ -13,6 +12,7 @@ from baton.core.config import KVTransferConfig
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM
+from lab.bench import step_overhead
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

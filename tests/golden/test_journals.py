@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from baton.bench.handoff import RESULTS
-from baton.bench.handoff_goals import Results
 from lab.bench.compare.journal import Findings, Journal, Samples, Skipped, read_journal
+from lab.bench.handoff.command import RESULTS
+from lab.bench.handoff.goals import Results
 from lab.chaos.cell import Record
 from lab.chaos.faults import FAULTS
 from lab.chaos.modes import MODES

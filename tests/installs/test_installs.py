@@ -30,7 +30,8 @@ for command in {commands}:
 ROUTER = """
 import asyncio, urllib.request
 from baton.router.values.settings import RouterSettings
-from baton.router.shell import run, worker, index_process
+from baton.router.processes import run, worker
+from baton.router.shell import index_process
 from baton.router.processes.app import Router
 
 async def answers():
@@ -46,10 +47,10 @@ assert asyncio.run(answers()) == 200
 PROGRAMS = {
     "host:torch": CONNECTORS,
     "router": HELP.format(commands=["route"]) + ROUTER,
-    "engine": HELP.format(commands=["doctor", "model", "serve"])
+    "engine": HELP.format(commands=["bench", "doctor", "model", "serve"])
     + "import baton.server.run, baton.server.app, baton.engine.llm, baton.engine.core, baton.assemble\n"
     + "import baton.checkpoints.random_model, baton.engine.models.loading, baton.cli.processes\n",
-    "engine,router": HELP.format(commands=["bench", "demo", "up"]) + "import baton.cli.demo_run\n",
+    "engine,router": HELP.format(commands=["demo", "up"]) + "import baton.cli.demo_run\n",
     "check": HELP.format(commands=["check"]) + "import baton.testing.contract.ours, baton.testing.contract\n",
     "cli": HELP.format(commands=["cache", "top"]) + "import httpx\n",
 }

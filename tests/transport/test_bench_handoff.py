@@ -12,14 +12,14 @@ import httpx
 import pytest
 from rich.console import Console
 
-from baton.bench import handoff
-from baton.bench.asking import Answer, AskingError, ask, lend
-from baton.bench.handoff import ResultRecorder, main, print_goals
-from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Trial
-from baton.bench.handoff_measures import OnResult, _Bench, _metric, phases_of
-from baton.bench.handoff_plots import plot
-from baton.bench.handoff_system import Neighbours, Prompts, System
 from baton.cli.processes import Child
+from lab.bench.handoff import command as handoff
+from lab.bench.handoff.asking import Answer, AskingError, ask, lend
+from lab.bench.handoff.command import ResultRecorder, main, print_goals
+from lab.bench.handoff.goals import Lengthwise, Overheads, Results, Trial
+from lab.bench.handoff.measures import OnResult, _Bench, _metric, phases_of
+from lab.bench.handoff.plots import plot
+from lab.bench.handoff.system import Neighbours, Prompts, System
 
 
 def row(

@@ -115,7 +115,6 @@ def _run(
     out: Path,
     console: Console,
 ) -> None:
-    from baton.bench.handoff_system import model_folder
     from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
     from lab.bench.compare import environment
     from lab.bench.compare.goals import single_of
@@ -130,6 +129,7 @@ def _run(
         TRACE_GROUP,
         chosen_groups,
     )
+    from lab.bench.handoff.system import model_folder
 
     if unknown := [name for name in systems if name not in SYSTEMS]:
         raise typer.BadParameter(

@@ -16,11 +16,11 @@ from typing import Literal
 
 import httpx
 
-from baton.bench.asking import AskingError, ask
 from lab.bench.compare.journal import Journal
 from lab.bench.compare.running import RunningSystem
 from lab.bench.compare.second_leg import Prompts
 from lab.bench.compare.systems import Role
+from lab.bench.handoff.asking import AskingError, ask
 
 NUM_CLIENTS = 3
 PROMPT_TOKENS = 400

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from baton.bench.asking import Answer, AskingError, ask
 from lab.bench.compare.journal import Journal
 from lab.bench.compare.load import MODEL_NAME
 from lab.bench.compare.running import RunningSystem, resumed
+from lab.bench.handoff.asking import Answer, AskingError, ask
 
 LENGTHS = (129, 513, 1921, 3841)
 ANSWER_TOKENS = 6

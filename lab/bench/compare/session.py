@@ -18,7 +18,6 @@ from pathlib import Path
 
 import httpx
 
-from baton.bench.asking import AskingError
 from baton.cli.processes import Fleet, Stopped
 from baton.core.errors import BatonError
 from lab.bench.compare import faults, raw, second_leg
@@ -30,6 +29,7 @@ from lab.bench.compare.prompts import FreshPrompts, shared_share, slice_of_trace
 from lab.bench.compare.rounds import AlternatingLoads, Setting, Target
 from lab.bench.compare.running import CannotRun, RunningSystem, SessionSetup, fits, resumed, running
 from lab.bench.compare.systems import MAX_MODEL_LEN, SINGLES, SYSTEMS, Role
+from lab.bench.handoff.asking import AskingError
 
 TRACE_PATH = Path(__file__).with_name("traces") / "mooncake_conversation.jsonl"
 TRACE_ANSWER_TOKENS_MAX = 64

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from baton.bench.asking import AskingError
 from lab.bench.compare.journal import Journal
+from lab.bench.handoff.asking import AskingError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import psutil
 
-from baton.bench.asking import REQUEST_TIMEOUT_S, Answer, AskingError, ask, lend
-from baton.bench.handoff_goals import Lengthwise, Overheads, Trial
-from baton.bench.handoff_system import Neighbours, Prompts, System, model_folder, running_system
 from baton.cli.processes import Child
+from lab.bench.handoff.asking import REQUEST_TIMEOUT_S, Answer, AskingError, ask, lend
+from lab.bench.handoff.goals import Lengthwise, Overheads, Trial
+from lab.bench.handoff.system import Neighbours, Prompts, System, model_folder, running_system
 
 ANSWER_TOKENS = 8
 DECODE_TOKENS = 48

@@ -3,12 +3,12 @@
     single engine <--- prompt of n tokens --- this ---> routers --> P, D         alternating, each prompt once
 
 It uses real engines with a model of about 90 million parameters, one system per mode; the goals are in
-`handoff_goals`. All engines share this machine, and a single engine has all of it to itself while it
+`goals`. All engines share this machine, and a single engine has all of it to itself while it
 computes, so compare differences, and check the load of other programs.
 
-    python -m baton.bench.handoff                        a few minutes: two modes, two short lengths
-    python -m baton.bench.handoff --whole                every mode and length; figures and plots are kept
-    python -m baton.bench.handoff --whole --modes pull   a part of it; other results are kept
+    python -m lab.bench.handoff.command                       a few minutes: two modes, two short lengths
+    python -m lab.bench.handoff.command --whole               every mode and length; figures and plots stay
+    python -m lab.bench.handoff.command --whole --modes pull  a part of it; other results are kept
 
 Results are printed, and with `--out` written, as they come. A mode that fails is reported at the end; the
 others are still measured.
@@ -25,12 +25,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff_goals import Goal, Lengthwise, Overheads, Results
-from baton.bench.handoff_measures import QUIET_CORES, measure
-from baton.bench.handoff_plots import plot
-from baton.bench.handoff_system import MODES
 from baton.bench.machine import machine_line
 from baton.core.errors import BatonError
+from lab.bench.handoff.goals import Goal, Lengthwise, Overheads, Results
+from lab.bench.handoff.measures import QUIET_CORES, measure
+from lab.bench.handoff.plots import plot
+from lab.bench.handoff.system import MODES
 
 QUICK_MODES, QUICK_TOKENS, QUICK_REPEATS = ("pull", "push-layer"), (64, 512), 3
 WHOLE_TOKENS, WHOLE_REPEATS = (64, 512, 2000, 4000), 5
@@ -138,7 +138,7 @@ def run(
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(prog="python -m baton.bench.handoff")
+    parser = argparse.ArgumentParser(prog="python -m lab.bench.handoff.command")
     parser.add_argument(
         "--whole", action="store_true", help=f"every mode and length; results are kept in {FOLDER}"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.bench.handoff_goals import Goal, Lengthwise
+from lab.bench.handoff.goals import Goal, Lengthwise
 
 PICTURES: dict[str, tuple[str, Callable[[Lengthwise], Goal]]] = {
     "handoff-first-token": ("First token: P/D less single engine", lambda row: row.first_goal),
