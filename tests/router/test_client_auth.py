@@ -92,7 +92,7 @@ async def test_a_tenant_over_its_limit_gets_429_with_openais_headers() -> None:
         text = (await s.client.get("/metrics", headers=bearer("key-of-others"))).text
         assert 'baton:router_rate_limits_total{outcome="refused"}' in text
         assert "key-of" not in text
-        assert s.router.num_requests == 0
+        assert s.router.in_flight.num_requests == 0
 
 
 async def test_the_queue_shares_by_the_tenant_of_a_key() -> None:
@@ -152,7 +152,7 @@ async def test_an_issuer_that_fails_costs_no_key_that_is_known() -> None:
     url = await issuer.start(engine)
     settings = doors(AuthSettings(jwt=settings_of(jwks_url=url)))
     async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=settings) as s:
-        auth: ClientAuth = s.router._client_auth
+        auth: ClientAuth = s.router._ports._client_auth
         assert auth._verifier is not None
         await engine.was_called.wait()
         auth._verifier.use_jwks(jwks_of(k1="RS256"))

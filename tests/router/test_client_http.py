@@ -203,7 +203,7 @@ async def test_a_client_that_sends_on_and_on_while_it_waits_is_not_read() -> Non
     async with connected(decode=decode) as (s, reader, writer):
         writer.write(GOOD + SECOND * early)
         await decode.was_called.wait()
-        (connection,) = (c for c in s.router._listeners[0].connections if c._reply is not None)
+        (connection,) = (c for c in s.router._ports.listeners[0].connections if c._reply is not None)
         while not connection._is_paused:
             await s.client.get("/version")
         assert len(connection._queue) < early
@@ -314,7 +314,7 @@ async def test_a_client_that_does_not_read_holds_its_legs_only_so_long() -> None
     body = b'{"prompt": "hello", "stream": true}'
     async with connected(decode=FakeEngine(floods), timeouts=LegTimeouts(idle_s=LATER_S)) as (s, _, writer):
         writer.write(POST + JSON + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        while not (connections := [c for c in s.router._listeners[0].connections if c._is_full]):
+        while not (connections := [c for c in s.router._ports.listeners[0].connections if c._is_full]):
             await s.client.get("/version")
         (connection,) = connections
         assert connection._transport is not None
@@ -332,7 +332,7 @@ async def test_a_long_whole_answer_has_the_time_that_its_reader_takes(is_read_sl
     timeouts = LegTimeouts(idle_s=LATER_S)
     async with connected(decode=FakeEngine(responds(200, long)), timeouts=timeouts) as (s, reader, writer):
         writer.write(GOOD)
-        while not (connections := [c for c in s.router._listeners[0].connections if c._is_full]):
+        while not (connections := [c for c in s.router._ports.listeners[0].connections if c._is_full]):
             await s.client.get("/version")
         length = int((await reader.readuntil(b"\r\n\r\n")).partition(b"content-length: ")[2].split()[0])
         connection, transport = connections[0], connections[0]._transport
@@ -349,7 +349,7 @@ async def test_a_long_whole_answer_has_the_time_that_its_reader_takes(is_read_sl
             writer.write(SECOND)
             assert b"version" in (await read_answer(reader))[2]
         else:
-            while connection in s.router._listeners[0].connections:
+            while connection in s.router._ports.listeners[0].connections:
                 await s.client.get("/version")
 
 
@@ -362,7 +362,7 @@ async def test_a_defect_of_the_router_costs_one_request(monkeypatch: pytest.Monk
                 writer.write(GOOD)
                 assert (await read_answer(reader))[0] == 500
         with monkeypatch.context() as patch:
-            patch.setattr("baton.router.processes.app.parse_body", lambda *_: 1 / 0)
+            patch.setattr("baton.router.shell.intake.parse_body", lambda *_: 1 / 0)
             writer.write(GOOD)
             assert (await read_answer(reader))[0] == 500
         for name, sent in (

@@ -190,7 +190,7 @@ async def test_a_client_that_leaves_ends_its_leg() -> None:
         await decode.was_called.wait()
         asking.cancel()
         await decode.saw_disconnect.wait()
-        while s.router.num_requests:  # noqa: ASYNC110
+        while s.router.in_flight.num_requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert s.router.fleet.engines[1].in_flight == 0
 

@@ -206,7 +206,7 @@ async def pair(
     async with system([*prefill], [*decode], peers=PeerSettings(anywhere, (), SECRET), **settings) as a:
         assert a.router.peers is not None
         other = msgspec.structs.replace(
-            a.router._settings, peers=PeerSettings(anywhere, (a.router.peers.endpoint,), secret)
+            a.router._parts.settings, peers=PeerSettings(anywhere, (a.router.peers.endpoint,), secret)
         )
         b = Router(other)
         try:
@@ -269,7 +269,7 @@ async def test_a_router_that_joins_learns_the_turns_that_are_kept() -> None:
         await a.client.post("/v1/completions", json={"prompt": [1]}, headers=SESSION)
         assert a.router.peers is not None
         settings = PeerSettings("tcp://127.0.0.1:*", (a.router.peers.endpoint,), SECRET)
-        late = Router(msgspec.structs.replace(a.router._settings, peers=settings))
+        late = Router(msgspec.structs.replace(a.router._parts.settings, peers=settings))
         try:
             late.start()
             assert late.peers is not None

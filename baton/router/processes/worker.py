@@ -125,7 +125,7 @@ class Worker:
             case Collect():
                 self._stream.send(Collected(self._router.metrics.samples()))
             case Recall(number, request_id):
-                found = self._router.recent.find(request_id, self._loop.time())
+                found = self._router.in_flight.find(request_id)
                 self._stream.send(Recalled(number, found))
             case Answers(number):
                 if (asked := self._asked.pop(number, None)) is not None and not asked.done():
@@ -172,7 +172,7 @@ class Worker:
     def _send_load(self) -> None:
         assert self._router is not None
         self._is_load_due = False
-        self._stream.send(self._router.replica.load(self._router.num_requests))
+        self._stream.send(self._router.replica.load(self._router.in_flight.num_requests))
         for happened in self._router.fleet.roster.log.take_untold(time.time()):
             self._stream.send(happened)
         self._send_load_in(ALIVE_EVERY_S)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from baton.cli import main
-from baton.router.processes import app
 from baton.router.request.timeline import Recorder, RequestTimeline
+from baton.router.shell import in_flight
 from baton.router.shell.metrics import RouterMetrics
 
 NOTHING = Recorder("", "", "", received_at_s=0, arrived_at_s=0, span=None).timeline(200, 0)
@@ -26,6 +26,6 @@ def _ignore(*given: object) -> None: ...
 
 
 if __name__ == "__main__":
-    vars(app)["Recorder"] = NoRecorder
+    vars(in_flight)["Recorder"] = NoRecorder
     RouterMetrics.observe = _ignore  # type: ignore[assignment]
     main()
