@@ -14,7 +14,8 @@ from baton.http.connections import raise_descriptor_limit
 from baton.http.log_limit import limit_logs
 from baton.router.members.reader import Source
 from baton.router.processes.app import CLOSING_S, LOGS_LIMITED, Router
-from baton.router.processes.coordinator import Coordinator, NotStarted
+from baton.router.processes.coordinator import Coordinator
+from baton.router.processes.workers import NotStarted
 from baton.router.values.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
