@@ -4,7 +4,7 @@
     for each mutant            fork: the tests that cover its function, the fastest first, until one fails
 
 `mutmut run` collects the tests anew for each mutant and runs slow tests first, which takes ten times as long.
-A test that takes ten times as long as usual, or hangs, has noticed the mutant, too. Hypothesis draws the same
+A test that hangs has noticed the mutant, too. Hypothesis draws the same
 examples for each mutant.
 """
 
@@ -32,6 +32,8 @@ from mutmut.state import state
 
 SLOW_S = 4.0  # Tests that take longer are left out.
 LEAST_S = 12.0  # A test that takes less is never taken for one that hangs.
+HANG_FACTOR = 10  # A test hangs that takes so many times as long as without a mutant.
+NOTICED_WEIGHT = 20  # A test that has noticed n mutants counts as 1 + 20 n times as fast.
 
 
 class Outcome(NamedTuple):
@@ -74,7 +76,7 @@ class Tries:
             function = mutant.partition("__mutmut_")[0]
             tests = [test for test in covering[function] if durations_s[test] <= SLOW_S]
             # Tests that have noticed other mutants of the function go first.
-            tests.sort(key=lambda test: durations_s[test] / (1 + 20 * noticed[function][test]))
+            tests.sort(key=lambda test: durations_s[test] / (1 + NOTICED_WEIGHT * noticed[function][test]))
             outcome = Outcome(mutant, "no tests")
             if tests:
                 told = self._fork(lambda tell: self._try(mutant, tests, items, durations_s, tell))  # noqa: B023
@@ -128,7 +130,7 @@ class Tries:
         self._current = os.environ["MUTANT_UNDER_TEST"] = mutant
         for test in tests:
             tell(test)
-            signal.alarm(int(LEAST_S + 10 * durations_s[test]))
+            signal.alarm(int(LEAST_S + HANG_FACTOR * durations_s[test]))
             items[test].config.hook.pytest_runtest_protocol(item=items[test], nextitem=None)
             if items[test].session.testsfailed:
                 return

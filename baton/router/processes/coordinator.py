@@ -114,6 +114,7 @@ class Coordinator:
         if admin_port is not None:
             await self._ports.listen(self._pages.serve, host, admin_port, is_admin=lambda path: True)
         self._where = host, port, admin_port is not None
+        # `Ports.start` would fetch the keys of tokens, and no token opens a page of the administrator.
         self._control.start()
         if self._peers is not None:
             self._peers.start()

@@ -1,7 +1,7 @@
 """Decode of one request: D's leg, the comparison of its first token with P's, and its stream to the client.
 
 A step returns what follows. When D fails or its stream breaks, that is another attempt, as long as an engine
-can give the rest with the same answer. What of the prompt is prefilled by then is kept, or forgotten.
+can give the rest with the same answer. The prefill of the attempt before is kept, or forgotten.
 """
 
 from collections.abc import Mapping
@@ -52,8 +52,8 @@ class Decode:
         self._first, self._reply, self._lending, self._prefill = first, reply, lending, prefill
         self._num_refused_introductions = 0
         self._is_pushed = False  # The decode leg left with the prefill leg.
-        self._answer: DecodeAnswer | None = None  # D's answer, once it has begun ...
-        self._head = EVENT_STREAM  # ... with this status and these headers.
+        self._answer: DecodeAnswer | None = None  # D's answer, once it has begun.
+        self._head = EVENT_STREAM  # Status and headers of D's answer.
         self.leg: Leg | None = None
         self.failure: LegFailure | None = None  # The last one.
 
