@@ -4,19 +4,17 @@ class MyConnector(ObservedConnector):                 # see `counted`
     stats_kind = MyStats
 
 class OtherConnector(IdentityConnector):
-    stats_kind, scheduler_kind, worker_kind = OtherStats, OtherSchedulerHalf, OtherWorkerHalf
-
-    @classmethod
-    def identity_of(cls, vllm_config): return OtherIdentity.of_engine(own_config(vllm_config))
+    identity_kind, stats_kind = OtherIdentity, OtherStats            # a HostView, see `host_view`
+    scheduler_kind, worker_kind = OtherSchedulerHalf, OtherWorkerHalf
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from baton.connectors.counted import CountedStats
+from baton.connectors.host_view import HostView
 from baton.contract import (
     KVConnectorPromMetrics,
     KVConnectorSchedulerHalf,
@@ -26,6 +24,8 @@ from baton.contract import (
     host,
 )
 from baton.core.config import EngineConfig
+from baton.core.kv_groups import KVCacheGroup
+from baton.core.transfer_params import parse_transfer_params
 
 
 class ObservedConnector(TwoHalvesOfGroups):
@@ -49,15 +49,35 @@ class ObservedConnector(TwoHalvesOfGroups):
 
 
 class IdentityConnector(ObservedConnector):
-    """Connector whose halves need only an identity, which it reads from the engine's configuration."""
+    """Connector whose halves need only a view of their host. One class for every host."""
 
+    identity_kind: ClassVar[type[HostView]]
     scheduler_kind: ClassVar[Callable[..., KVConnectorSchedulerHalf]]
     worker_kind: ClassVar[Callable[..., KVConnectorWorkerHalf]]
 
     @classmethod
-    @abstractmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> Any:
-        """Raises ConfigError."""
+        """The view in the embedded engine. Raises ConfigError."""
+        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+        return cls.identity_kind.of_engine(vllm_config)
+
+    @classmethod
+    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], object]:
+        """Validator of `kv_transfer_params`, which raises BadTransferParams. This call raises ConfigError."""
+        cls.identity_of(config)
+        return cls.check_request
+
+    @staticmethod
+    def check_request(raw: Mapping[str, Any] | None) -> object:
+        """Raises BadTransferParams. Checks types only: the scheduler half opens tickets."""
+        return parse_transfer_params(raw)
+
+    @classmethod
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
+        """All groups are supported, also those of layers with a recurrent state."""
+        return True
 
     @classmethod
     def make_scheduler_half(
@@ -68,9 +88,3 @@ class IdentityConnector(ObservedConnector):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return cls.worker_kind(cls.identity_of(vllm_config))
-
-
-def own_config(vllm_config: host.HostConfig) -> EngineConfig:
-    """The configuration of the embedded engine, the only host that makes these connectors."""
-    assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
-    return vllm_config

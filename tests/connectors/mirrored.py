@@ -30,13 +30,13 @@ class _Counted:
 class MirroredPull(_Counted, BatonPullConnector):
     @classmethod
     def identity_of(cls, vllm_config: Any) -> EngineIdentity:
-        return msgspec.structs.replace(super().identity_of(vllm_config), has_host_mirror=True)
+        return msgspec.structs.replace(super().identity_of(vllm_config), device="cuda", buffer_device="cpu")
 
 
 class MirroredPush(_Counted, BatonPushConnector):
     @classmethod
     def identity_of(cls, vllm_config: Any) -> EngineIdentity:
-        return msgspec.structs.replace(super().identity_of(vllm_config), has_host_mirror=True)
+        return msgspec.structs.replace(super().identity_of(vllm_config), device="cuda", buffer_device="cpu")
 
 
 COUNTED = _Counted

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.pull import PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.metadata import PullMetadata
-from baton.connectors.push import PrefillAnnouncer, PushSettings
+from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import NewRequestData, SchedulerOutput
@@ -52,7 +52,7 @@ class PushEngine(Engine):
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
-            self.named(EngineIdentity.of_engine(config, PushSettings, does_push=True)),
+            self.named(PushIdentity.of_engine(config)),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: Station(self.world, url, agent),
@@ -60,7 +60,7 @@ class PushEngine(Engine):
         )
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
-        identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
+        identity = PushIdentity.of_engine(config)
         report: Any = partial(_ReportsAtOnce, engine=self)
         return PullWorkerHalf(identity, epoch=epoch, reporter=report, **parts)
 

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.multi import MultiSchedulerHalf
-from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.identity import LenderIdentity, OffloadIdentity
 from baton.connectors.offload.lending import SlotLender
-from baton.connectors.offload.settings import LendSettings
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
-from baton.connectors.pull.scheduler import HostPolicy
 from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.hashing import BlockHash
@@ -40,16 +38,15 @@ class Host(Engine):
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         self.index: SlotIndex[BlockHash] = SlotIndex(NUM_SLOTS, make_policy("lru", NUM_SLOTS))
 
-        def make(identity: EngineIdentity, policy: HostPolicy) -> PullSchedulerHalf:
+        def make(identity: EngineIdentity) -> PullSchedulerHalf:
             return PullSchedulerHalf(
                 identity,
                 epoch=epoch,
                 clock=lambda: self.world.now,
                 control=lambda agent, lock: Station(self.world, url, agent),
-                policy=policy,
             )
 
-        identity = EngineIdentity.of_engine(config, LendSettings)
+        identity = LenderIdentity.of_engine(config)
         self.lender = SlotLender(identity, self.index, make)
         return self.lender.half
 

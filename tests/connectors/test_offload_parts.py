@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.connectors.offload.connector import check_request
+from baton.connectors.offload.connector import BatonOffloadConnector
 from baton.connectors.offload.copies import CopyEnd
 from baton.connectors.offload.cpu_copies import CpuCopies
 from baton.connectors.offload.identity import OffloadIdentity
@@ -20,6 +20,7 @@ from baton.contract import KVConnectorOutput
 from baton.core.errors import BadTransferParams, ConfigError, TransferError
 from baton.core.kv_groups import KVCacheGroup
 from baton.stores.host.rows import HostRows
+from tests.connectors.host_views import view_fields
 from tests.connectors.pull_world import FakeRequest
 
 PATIENCE_S = 30.0
@@ -30,7 +31,7 @@ PATIENCE_S = 30.0
 def identity(cpu_gib: float = 1.0, num_ranks: int = 1, block_bytes: int = 1 << 20) -> OffloadIdentity:
     settings = OffloadSettings(cpu_gib=cpu_gib, blocks_per_chunk=2)
     return OffloadIdentity(
-        settings=settings, rank=0, num_ranks=num_ranks, block_tokens=4, block_bytes=block_bytes
+        **view_fields(tp_size=num_ranks), settings=settings, block_tokens=4, block_bytes=block_bytes
     )
 
 
@@ -49,10 +50,10 @@ def test_too_much_memory_is_refused_before_allocation() -> None:
 
 def test_three_choices_are_accepted() -> None:
     for good in (None, {}, {"baton_offload": "off"}, {"do_remote_decode": True, "baton_offload": None}):
-        check_request(good)
+        BatonOffloadConnector.check_request(good)
     for bad in ({"baton_offload": True}, {"baton_offload": "OFF"}, {"baton_offload": ""}):
         with pytest.raises(BadTransferParams, match="baton_offload"):
-            check_request(bad)
+            BatonOffloadConnector.check_request(bad)
 
 
 # --- Copying -----------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_a_hole_in_a_prefix_hit_is_not_stored() -> None:
     groups = (KVCacheGroup((0,)), KVCacheGroup((1,), window=9))
     half = OffloadSchedulerHalf(
         OffloadIdentity(
-            settings=settings, rank=0, num_ranks=1, block_tokens=4, block_bytes=1 << 20, groups=groups
+            **view_fields(), settings=settings, block_tokens=4, block_bytes=1 << 20, groups=groups
         )
     )
     short, long = FakeRequest("short", list(range(5))), FakeRequest("long", list(range(20)))
@@ -214,9 +215,8 @@ def test_a_hole_in_a_prefix_hit_is_not_stored() -> None:
 def half_of(*groups: KVCacheGroup) -> OffloadSchedulerHalf:
     return OffloadSchedulerHalf(
         OffloadIdentity(
+            **view_fields(),
             settings=OffloadSettings(cpu_gib=1.0),
-            rank=0,
-            num_ranks=1,
             block_tokens=4,
             block_bytes=1 << 20,
             groups=groups,

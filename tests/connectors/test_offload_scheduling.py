@@ -17,6 +17,7 @@ from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames, UnnamedPrompt
 from baton.core.errors import ConfigError
 from baton.engine.request import Request
+from tests.connectors.host_views import view_fields
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import (
     BLOCK,
@@ -72,9 +73,8 @@ class OffloadWorld(StoreWorld):
         offload = OffloadSettings(cpu_gib=1.0, **(settings or {}))
         groups = config.kv_cache_groups
         identity = OffloadIdentity(
+            **view_fields(),
             settings=offload,
-            rank=0,
-            num_ranks=1,
             block_tokens=BLOCK,
             block_bytes=GIB // num_slots // len(groups) // offload.blocks_per_chunk,
             groups=groups,

@@ -7,8 +7,7 @@ import pytest
 
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import parse_intent
-from baton.connectors.pull.settings import PullSettings
-from baton.connectors.push import PushSettings
+from baton.connectors.push import PushIdentity
 from baton.core.errors import BadTransferParams
 from baton.protocol.messages import Stranger, Want
 from tests.connectors.pull_world import BLOCK, engine_config
@@ -123,9 +122,8 @@ def test_an_aborted_request_lets_go_before_anybody_was_found(world: PushWorld) -
 def parse(
     params: dict[str, Any], *, allowed: tuple[str, ...] = (P_PEER, "[::1]:9"), push: bool = True
 ) -> None:
-    settings = PushSettings if push else PullSettings
     extra = {"allowed_peers": allowed} if push else {}
-    identity = EngineIdentity.of_engine(engine_config("d", extra=extra), settings, does_push=push)
+    identity = (PushIdentity if push else EngineIdentity).of_engine(engine_config("d", extra=extra))
     parse_intent(params, identity)
 
 

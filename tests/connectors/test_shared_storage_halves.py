@@ -37,7 +37,6 @@ from baton.connectors.tiered import BatonTieredConnector
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
-from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
@@ -46,23 +45,19 @@ from baton.stores.backends.files import FileStore
 from baton.stores.backends.sweep import ENDED_S, chunks_of
 from baton.stores.backends.tiers import Tiers
 from baton.stores.base.chunk_name import Keep, parse_keep
+from tests.connectors.host_views import view_fields
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in, wait_for
 from tests.server.fakes import model_config
 from tests.stores.slow_store import SlowStore
 
 NUM_BLOCKS = 16
-KV_IDENTITY = KVIdentity("model", "weights", "float32", 1, 1, 2, "seed")
 
 
 def identity_in(folder: Path, *, num_ranks: int = 1, rank: int = 0, **extra: Any) -> StorageIdentity:
     return StorageIdentity(
-        current=CurrentIdentity(KV_IDENTITY),
-        num_ranks=num_ranks,
-        rank=rank,
+        **view_fields(tp_size=num_ranks, tp_rank=rank),
         block_tokens=BLOCK,
-        saves=True,
-        loads=True,
-        secret=None,
+        takes_back_tokens=True,
         settings=StorageSettings(**settings_in(folder, **extra)),
     )
 

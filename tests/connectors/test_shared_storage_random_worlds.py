@@ -25,11 +25,11 @@ from baton.connectors.shared_storage import (
 )
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.contract import KVConnectorWorkerHalf
-from baton.core.identity import CurrentIdentity
 from baton.core.kv_events import BlockStored, KVCacheEvent
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.step import SchedulerOutput
 from baton.stores.base.chunk_name import ChunkName
+from tests.connectors.host_views import view_fields
 from tests.connectors.storage_world import files_in
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import BLOCK, FakeRanks, engine_config, engine_request
@@ -115,13 +115,9 @@ class StorageWorld(StoreWorld):
         self.rotten = set[Path]() if rotten is None else rotten
         identities = [
             StorageIdentity(
-                current=CurrentIdentity(config.model_config.kv_identity("seed")),
-                num_ranks=num_ranks,
-                rank=rank,
+                **view_fields(tp_size=num_ranks, tp_rank=rank),
                 block_tokens=BLOCK,
-                saves=True,
-                loads=True,
-                secret=None,
+                takes_back_tokens=True,
                 settings=StorageSettings(
                     path=str(folder), chunk_tokens=chunk_blocks * BLOCK, fsync=False, layerwise=layerwise
                 ),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.connector import check_request
+from baton.connectors.shared_storage.connector import BatonSharedStorageConnector
 from baton.connectors.shared_storage.events import ChunkEvents
 from baton.connectors.shared_storage.read_ahead import ReadAhead
 from baton.connectors.shared_storage.settings import FilesTier
@@ -241,4 +241,4 @@ def test_hints_of_vllm_name_prompts() -> None:
 @pytest.mark.parametrize("tokens", ["1 2", [1, -1], [1.5], [True], [2**32]])
 def test_a_wrong_hint_is_named(tokens: object) -> None:
     with pytest.raises(BadTransferParams, match="baton_prefetch: must be a list of token ids"):
-        check_request({"baton_prefetch": tokens})
+        BatonSharedStorageConnector.check_request({"baton_prefetch": tokens})

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from baton.connectors.host_view import BATON_POLICY
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.core.config import (
@@ -111,6 +112,7 @@ def pull_identity(**changes: Any) -> EngineIdentity:
         "is_consumer": True,
         "recomputes_failed_loads": True,
         "raises_user_errors": True,
+        "policy": BATON_POLICY,
         "secret": None,
         "settings": PullSettings(),
     }

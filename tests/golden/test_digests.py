@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.checkpoints.checkpoint import weights_digest
 from baton.checkpoints.families import parse_architecture
+from baton.connectors.host_view import BATON_POLICY
 from baton.connectors.pull.intent import transfer_of_request
 from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, layout_digest
 from baton.connectors.shared_storage.settings import StorageSettings
@@ -133,11 +134,13 @@ def test_models(tmp_path: Path) -> None:
 def storage(**changes: Any) -> StorageIdentity:
     fields: dict[str, Any] = {
         "current": CurrentIdentity(MODEL),
-        "num_ranks": 2,
-        "rank": 0,
+        "engine_id": "e",
+        "policy": BATON_POLICY,
+        "tp_size": 2,
+        "tp_rank": 0,
         "block_tokens": 16,
-        "saves": True,
-        "loads": True,
+        "is_producer": True,
+        "is_consumer": True,
         "secret": ClusterSecret(SECRET),
         "settings": StorageSettings(path="/kv"),
     }

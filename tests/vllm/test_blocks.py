@@ -30,16 +30,17 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from baton.connectors.host_view import HostPolicy
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
-from baton.connectors.store_events import StoreEvents
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
 from baton.core.layout import CacheSpec
 from baton.hosts.vllm.block_events import names_in_vllm
 from baton.hosts.vllm.groups import cache_specs_of, groups_of, keep_one_token_more
+from tests.connectors.host_views import view_fields
 
 BLOCK, WINDOW, CHUNK = 16, 40, 64
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -86,19 +87,17 @@ class Host:
         settings = OffloadSettings(
             cpu_gib=num_slots * blocks_per_chunk * len(groups) / (1 << 20), blocks_per_chunk=blocks_per_chunk
         )
+        name_blocks, event_groups = names_in_vllm(cache_of(*specs), BLOCK)
         identity = OffloadIdentity(
+            **view_fields(policy=HostPolicy(name_blocks=name_blocks, event_groups=event_groups)),
             settings=settings,
-            rank=0,
-            num_ranks=1,
             block_tokens=BLOCK,
             block_bytes=1 << 10,
             groups=groups,
             publishes_events=True,
         )
         self.num_groups = len(groups)
-        name_blocks, event_groups = names_in_vllm(cache_of(*specs), BLOCK)
-        events = StoreEvents(block_tokens=BLOCK, name_blocks=name_blocks, groups=event_groups)
-        self.half = OffloadSchedulerHalf(identity, events)
+        self.half = OffloadSchedulerHalf(identity)
 
     def compute(self, of: Request) -> None:
         """Compute all of the prompt in one step and deliver the report."""

@@ -51,7 +51,7 @@ def configured(model: Path, **arguments: Any) -> VllmConfig:
 
 
 def identity_of(config: VllmConfig) -> KVIdentity:
-    return find_kv_identity(config, "r", is_worker=False)
+    return find_kv_identity(config, "r", is_named=True)
 
 
 @pytest.mark.parametrize("family", sorted(get_args(Family)))

@@ -44,7 +44,10 @@ class DraftingEngine(VllmEngine):
     digest = ""
 
     def _identity(self, config: EngineConfig) -> EngineIdentity:
-        return msgspec.structs.replace(EngineIdentity.of_engine(config), draft=self.digest)
+        policy = vllm_policy(
+            find_packing=lambda caches: SLOT, find_drafts=lambda names: (DRAFT,) if self.digest else ()
+        )
+        return msgspec.structs.replace(EngineIdentity.of_engine(config), draft=self.digest, policy=policy)
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
@@ -52,17 +55,10 @@ class DraftingEngine(VllmEngine):
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: pull_world.Station(self.world, url, agent),
-            policy=vllm_policy(),
         )
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
-        return DraftingWorker(
-            self._identity(config),
-            find_packing=lambda caches: SLOT,
-            find_drafts=lambda names: (DRAFT,) if self.digest else (),
-            epoch=epoch,
-            **parts,
-        )
+        return DraftingWorker(self._identity(config), epoch=epoch, **parts)
 
     @property
     def draft_cache(self) -> torch.Tensor:

@@ -188,8 +188,8 @@ def test_layers_are_grouped_and_no_null_block_is_lent(
 ) -> None:
     """Three layers, one of each group, share each place in memory."""
     kind, config = plugin.BatonPushConnector, vllm_config(folder, parallel=PARALLEL)
+    monkeypatch.setattr("baton.hosts.vllm.view.find_packing", lambda config, caches: "slot")
     worker = kind(config, roles().WORKER, hybrid())
-    monkeypatch.setattr(worker.worker_half, "_find_packing", lambda caches: "slot")
     places = torch.zeros(2, 16, 2, BLOCK, 16)
     worker.register_kv_caches({name: places[place] for names in HYBRID for place, name in enumerate(names)})
     handshake = worker.get_handshake_metadata()

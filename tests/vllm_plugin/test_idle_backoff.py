@@ -4,10 +4,11 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
-from baton.connectors.push import PrefillAnnouncer, PushSettings
+from baton.connectors.pull import PullSchedulerHalf
+from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import SchedulerOutput
@@ -37,12 +38,12 @@ class VllmPushEngine(PushEngine):
         self.half.bind_gpu_block_pool(self.pool)
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
+        policy = dataclasses.replace(vllm_policy(), idle_wait=self.rest)
         return PullSchedulerHalf(
-            EngineIdentity.of_engine(config, PushSettings, does_push=True),
+            msgspec.structs.replace(PushIdentity.of_engine(config), policy=policy),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: Station(self.world, url, agent),
-            policy=dataclasses.replace(vllm_policy(), idle_wait=self.rest),
             announcer=PrefillAnnouncer,
         )
 

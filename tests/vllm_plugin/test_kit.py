@@ -99,12 +99,8 @@ def test_it_keeps_the_contract(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import baton.hosts.vllm.connector as handoff
-    import baton.hosts.vllm.shared_storage as storage
-
     # There is no attention backend to probe; the kit's blocks hold slots.
-    for module in (handoff, storage):
-        monkeypatch.setattr(module, "find_packing", lambda config, caches: SLOT)
+    monkeypatch.setattr("baton.hosts.vllm.view.find_packing", lambda config, caches: SLOT)
     check_enough(
         cases[name],
         {"steps": 20, "loads in the background": 0},

@@ -24,7 +24,7 @@ CACHE = SimpleNamespace(
 def make(
     plugin: Any, folder: Path, role: str = "SCHEDULER", extra: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    parallel = PARALLEL | {"world_size": 1} | changes.pop("parallel", {})
+    parallel = PARALLEL | changes.pop("parallel", {})
     config = vllm_config(folder, extra or {"cpu_gib": 0.25}, parallel=parallel, **changes)
     config.kv_transfer_config.is_kv_consumer = True
     return plugin.BatonOffloadConnector(config, roles()[role], changes.get("cache", CACHE))
@@ -33,7 +33,7 @@ def make(
 def test_blocks_are_counted_from_what_vllm_allocates(plugin: Any, folder: Path) -> None:
     half = make(plugin, folder).scheduler_half
     assert half._index.num_slots == 256 // 2
-    shared = make(plugin, folder, parallel={"world_size": 4}).scheduler_half
+    shared = make(plugin, folder, parallel={"tensor_parallel_size": 4}).scheduler_half
     assert shared._index.num_slots == 256 // 2 // 4
     layers = {"a": SPEC, "b": SPEC, "c": SPEC}
     unlike = SimpleNamespace(
@@ -52,9 +52,9 @@ def test_states_take_their_own_bytes_where_no_attention_shares_their_page(plugin
             SimpleNamespace(kv_cache_spec=spec, layer_names=["l0", "l1", "l2"]),
         ]
     )
-    from baton.hosts.vllm.offload import block_bytes_of
+    from baton.hosts.vllm.view import _block_bytes
 
-    assert block_bytes_of(config) == MIB + 2 * spec.state_content_size_bytes
+    assert _block_bytes(config) == MIB + 2 * spec.state_content_size_bytes
     with pytest.raises(ConfigError, match=r"mamba_cache_mode: is 'none'"):
         make(
             plugin,

@@ -216,8 +216,8 @@ def worker(plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     kind, config = plugin.BatonPullConnector, groups(FullAttentionSpec())
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.40.0")
     config.num_blocks = BLOCKS
+    monkeypatch.setattr("baton.hosts.vllm.view.find_packing", lambda config, caches: SLOT)
     connector = kind(vllm_config(folder, parallel=PARALLEL), roles().WORKER, config)
-    monkeypatch.setattr(connector.worker_half, "_find_packing", lambda caches: SLOT)
     yield connector
     connector.shutdown()
 

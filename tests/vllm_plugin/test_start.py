@@ -10,10 +10,10 @@ import pytest
 
 from baton.checkpoints.checkpoint import load_model_config
 from baton.connectors.pull.settings import PullSettings
-from baton.connectors.push.settings import PushSettings
+from baton.connectors.push import PushIdentity
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
-from baton.hosts.vllm.identity import find_folder, identity_of
+from baton.hosts.vllm.identity import find_folder
 from baton.hosts.vllm.model_identity import kv_identity_of
 from baton.hosts.vllm.settings import PluginSettings
 from baton.hosts.vllm.versions import Start, decide_start, is_listed, name_some
@@ -89,7 +89,10 @@ def identify(config: Any, *, is_worker: bool = False, environment: dict[str, str
     if environment is None:
         is_insecure = "insecure_no_secret" in config.kv_transfer_config.kv_connector_extra_config
         environment = {} if is_insecure else {"BATON_SECRET": SECRET}
-    return identity_of(config, PushSettings, environment, does_push=True, is_worker=is_worker)
+    from baton.hosts.vllm.view import view_of  # Imports vllm.
+
+    cache = groups(FullAttentionSpec())
+    return view_of(PushIdentity, config, cache, is_worker=is_worker, environment=environment)
 
 
 # --- Identity ----------------------------------------------------------------------------------------

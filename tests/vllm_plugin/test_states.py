@@ -91,7 +91,7 @@ def test_states_of_an_unknown_family_move_as_whole_tensors(monkeypatch: pytest.M
 
 
 def test_a_truncated_prompt_leaves_one_token_out_once() -> None:
-    truncate = vllm_policy(tables_by_position(HYBRID, BLOCK)).truncate_prompt
+    truncate = vllm_policy().truncate_prompt
     tokens = [5, 6, 7]
     request = SimpleNamespace(
         prompt_token_ids=tokens,

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from baton.connectors.host_view import Traces
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
-from baton.connectors.pull.scheduler import Traces
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.core.layout import SLOT
@@ -71,22 +73,23 @@ class VllmEngine(pull_world.Engine):
     def lent(self, empty: dict[str, list[int]]) -> None:
         assert not empty
 
+    def identity(self, config: EngineConfig, **of_half: Any) -> EngineIdentity:
+        policy = vllm_policy(**of_half)
+        return msgspec.structs.replace(EngineIdentity.of_engine(config), policy=policy)
+
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
-            EngineIdentity.of_engine(config),
+            self.identity(config, traces=self.make_traces(config)),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: pull_world.Station(self.world, url, agent),
-            policy=vllm_policy(traces=self.make_traces(config)),
         )
 
     def make_traces(self, config: EngineConfig) -> Traces | None:
         return None
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
-        return PullWorkerHalf(
-            EngineIdentity.of_engine(config), find_packing=lambda caches: SLOT, epoch=epoch, **parts
-        )
+        return PullWorkerHalf(self.identity(config, find_packing=lambda caches: SLOT), epoch=epoch, **parts)
 
     def allocate(self, num_tokens: int) -> list[int]:
         block_ids = super().allocate(num_tokens)

@@ -8,33 +8,21 @@ chunks to stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from baton.connectors.observed import IdentityConnector, own_config
+from baton.connectors.observed import IdentityConnector
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import host
-from baton.core.config import EngineConfig
-from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
 
 
 class BatonOffloadConnector(IdentityConnector):
-    stats_kind, scheduler_kind, worker_kind = OffloadStats, OffloadSchedulerHalf, OffloadWorkerHalf
-
-    @classmethod
-    def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
-        return OffloadIdentity.of_engine(own_config(vllm_config))
-
-    @classmethod
-    def supports_groups(
-        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
-    ) -> bool:
-        """All groups are supported, also those of layers with a recurrent state."""
-        return True
+    identity_kind, stats_kind = OffloadIdentity, OffloadStats
+    scheduler_kind, worker_kind = OffloadSchedulerHalf, OffloadWorkerHalf
 
     @classmethod
     def places_lent(cls, kv_transfer_config: host.KVTransferConfigLike) -> frozenset[str]:
@@ -42,14 +30,8 @@ class BatonOffloadConnector(IdentityConnector):
         lends = kv_transfer_config.kv_connector_extra_config.get("lend") is not None
         return frozenset({"host"} if lends else ())
 
-    @classmethod
-    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
-        """Validator of `kv_transfer_params`, which raises BadTransferParams. This call raises ConfigError."""
-        cls.identity_of(config)
-        return check_request
-
-
-def check_request(raw: Mapping[str, Any] | None) -> None:
-    """Raises BadTransferParams. Handoff parameters belong to other connectors and are only parsed."""
-    parse_transfer_params(raw)
-    parse_offload_choice(raw)
+    @staticmethod
+    def check_request(raw: Mapping[str, Any] | None) -> None:
+        """Raises BadTransferParams. Handoff parameters belong to other connectors and are only parsed."""
+        parse_transfer_params(raw)
+        parse_offload_choice(raw)

@@ -1,44 +1,47 @@
-"""Configuration of the offload connector, taken from its host."""
+"""The host of an offload connector, and the slots of its memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import msgspec
+from msgspec.structs import force_setattr
 
 from baton.connectors.extra_config import FIELD
+from baton.connectors.host_view import HostView
 from baton.connectors.offload.settings import GIB, LendSettings, OffloadSettings
-from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.pull.identity import EngineIdentity
-from baton.core.config import EngineConfig
+from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
-from baton.core.hashing import HASH_SEED
-from baton.core.identity import CurrentIdentity, KVIdentity
-from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, num_places
-from baton.core.layout import kv_heads_of
-from baton.core.states import state_bytes
-
-_UNNAMED = KVIdentity("", "", "", 0, 0, 0, HASH_SEED)
+from baton.core.identity import CurrentIdentity
+from baton.core.kv_groups import has_states
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadIdentity:
-    """Configuration of one half. Raises ConfigError if the memory cannot hold a single chunk."""
+class LenderIdentity(EngineIdentity, frozen=True, kw_only=True):
+    """The producer that lends slots."""
+
+    settings_kind: ClassVar[type[LendSettings]] = LendSettings
+
+    settings: LendSettings
+
+
+class OffloadIdentity(HostView, frozen=True, kw_only=True):
+    """Raises ConfigError if the memory cannot hold a single chunk."""
+
+    title: ClassVar[str] = "offload"
+    measures_blocks: ClassVar[bool] = True
 
     settings: OffloadSettings
-    rank: int  # Rank among all ranks of the engine; 0 for the scheduler half.
-    num_ranks: int
-    block_tokens: int
-    block_bytes: int  # Bytes of one block on one rank, for all layers of its group.
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each group.
-    # A host need not name its weights: a process keeps its rows for itself, so only changes count.
-    current: CurrentIdentity = field(default_factory=lambda: CurrentIdentity(_UNNAMED))
-    publishes_events: bool = False
-    is_producer: bool = True  # May store.
-    is_consumer: bool = True  # May load.
-    names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
-    lender: EngineIdentity | None = None  # The producer that lends slots; None: nothing is lent.
+    lender: LenderIdentity | None = None  # The producer that lends slots; None: nothing is lent.
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], secret: ClusterSecret | None) -> OffloadSettings:
+        return OffloadSettings.parse(extra)
+
+    @classmethod
+    def shares_kv(cls, extra: Mapping[str, Any]) -> bool:
+        """A process keeps its rows for itself, unless it lends them."""
+        return extra.get("lend") is not None
 
     def __post_init__(self) -> None:
         if has_states(self.groups) and self.settings.blocks_per_chunk != 1:
@@ -53,11 +56,8 @@ class OffloadIdentity:
                 "be freed before their end is computed",
                 field=f"{FIELD}.blocks_per_chunk",
             )
-        if self.lender is not None and has_tables(self.groups):
-            raise ConfigError(
-                "needs a model whose layers all see the whole prompt, without windows and recurrent states",
-                field=f"{FIELD}.lend",
-            )
+        if self.settings.lend is not None:
+            force_setattr(self, "lender", self._lender(self.settings.lend))
         if self.num_slots < 1:
             needed = self.block_bytes * self.rows_per_slot * self.num_ranks / GIB
             raise ConfigError(
@@ -82,44 +82,26 @@ class OffloadIdentity:
         """Number of blocks in all slots."""
         return self.num_slots * self.rows_per_slot
 
-    @classmethod
-    def of_engine(cls, config: EngineConfig) -> Self:
-        """Configuration in an embedded engine. Raises ConfigError."""
-        transfer, model, parallel = config.kv_transfer_config, config.model_config, config.parallel_config
-        assert transfer is not None
-        tp_size = parallel.tensor_parallel_size
-        num_heads = len(kv_heads_of(parallel.rank, tp_size=tp_size, num_kv_heads=model.num_kv_heads))
-        of_tokens = config.cache_config.block_size * num_heads * model.token_bytes
-        of_state = state_bytes(model.state_parts, tp_rank=parallel.rank % tp_size, tp_size=tp_size)
-        groups = config.kv_cache_groups
-        # A layer's memory is shared by the groups that have a layer at its place.
-        of_places = [
-            max(of_state if group.is_state else of_tokens for group in groups if place < len(group.layers))
-            for place in range(num_places(groups))
-        ]
-        settings = OffloadSettings.parse(transfer.kv_connector_extra_config)
-        return cls(
+    def _lender(self, lend: Mapping[str, Any]) -> LenderIdentity:
+        """Raises ConfigError."""
+        field = f"{FIELD}.lend"
+        if not self.lends_memory:
+            raise ConfigError("works in Baton's own engine, so far", field=field)
+        try:
+            settings = LenderIdentity.parse(lend, self.secret)
+        except ConfigError as error:
+            raise ConfigError(str(error), field=field) from error
+        if self.has_block_tables:
+            raise ConfigError(
+                "needs a model whose layers all see the whole prompt, without windows and recurrent states",
+                field=field,
+            )
+        current = CurrentIdentity(self.current.value)  # Each half is told of other weights.
+        return self.seen_as(
+            LenderIdentity,
             settings=settings,
-            rank=parallel.rank,
-            num_ranks=parallel.world_size,
-            block_tokens=config.cache_config.block_size,
-            block_bytes=sum(of_places),
-            groups=groups,
-            current=CurrentIdentity(model.kv_identity(config.cache_config.hash_seed)),
-            publishes_events=config.enable_kv_events,
-            is_producer=transfer.is_kv_producer,
-            is_consumer=transfer.is_kv_consumer,
-            lender=_lender_of(config, settings.lend) if settings.lend is not None else None,
+            current=current,
+            is_producer=True,
+            is_consumer=False,
+            buffer_device=None,
         )
-
-
-def _lender_of(config: EngineConfig, lend: dict[str, Any]) -> EngineIdentity:
-    """Identity of the producer that lends slots. Raises ConfigError."""
-    replace = msgspec.structs.replace
-    assert config.kv_transfer_config is not None
-    transfer = replace(config.kv_transfer_config, kv_connector_extra_config=lend, kv_role="kv_producer")
-    try:
-        lender = EngineIdentity.of_engine(replace(config, kv_transfer_config=transfer), LendSettings)
-    except ConfigError as error:
-        raise ConfigError(str(error), field=f"{FIELD}.lend") from error
-    return replace(lender, has_host_mirror=False)

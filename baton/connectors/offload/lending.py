@@ -13,38 +13,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from baton.connectors.offload.settings import LendSettings
+import msgspec
+
+from baton.connectors.host_view import HostPolicy
+from baton.connectors.offload.identity import LenderIdentity
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
-from baton.connectors.pull.scheduler import HostPolicy
 from baton.contract import host
 from baton.core.hashing import BlockHash
 from baton.core.ids import LoanId
 from baton.stores.host.slots import Entry, SlotIndex
 
-MakeHalf = Callable[[EngineIdentity, HostPolicy], PullSchedulerHalf]
+MakeHalf = Callable[[EngineIdentity], PullSchedulerHalf]
 
 
 class SlotLender:
     """Called on the engine's thread only.
 
     Args:
-        identity: identity of the producer that the lender is; its settings are LendSettings.
+        identity: identity of the producer that the lender is.
         half: makes the producer; a test replaces it.
     """
 
     def __init__(
         self,
-        identity: EngineIdentity,
+        identity: LenderIdentity,
         index: SlotIndex[BlockHash],
-        half: MakeHalf = lambda identity, policy: PullSchedulerHalf(identity, policy=policy),
+        half: MakeHalf = PullSchedulerHalf,
     ) -> None:
         """Raises ConfigError if the port of the control channel cannot be had."""
-        assert isinstance(identity.settings, LendSettings)
         self._index = index
         self.num_slots_max = int(identity.settings.share_max * index.num_slots)
         self._lent: dict[LoanId, list[Entry[BlockHash]]] = {}
         self._offered: list[Entry[BlockHash]] | None = None  # Pinned for a loan that is being made.
-        self.half = half(identity, HostPolicy(holder=self, survives_dead_control=True))
+        policy = HostPolicy(holder=self, survives_dead_control=True)
+        self.half = half(msgspec.structs.replace(identity, policy=policy))
 
     def lend(
         self,

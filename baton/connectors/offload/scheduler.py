@@ -45,7 +45,7 @@ from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, Offlo
 from baton.connectors.offload.prompts import Prompt
 from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.prompt_identity import UnnamedPrompt
-from baton.connectors.store_events import StoreEvents
+from baton.connectors.store_events import EventGroup, StoreEvents
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput, host
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.reports import RankCombiner
@@ -92,11 +92,9 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     def __init__(
         self,
         identity: OffloadIdentity,
-        events: StoreEvents | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`events`: replaces the default in a host that names blocks differently."""
         settings, num_slots = identity.settings, identity.num_slots
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
@@ -119,7 +117,11 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._due_fence: set[int] = set()
         self._stats = OffloadStats()
         self._lender = SlotLender(identity.lender, self._index) if identity.lender is not None else None
-        self._events = events or StoreEvents(block_tokens=identity.block_tokens)
+        self._events = StoreEvents(
+            block_tokens=identity.block_tokens,
+            name_blocks=identity.policy.name_blocks,
+            groups=identity.policy.event_groups or (EventGroup(),),
+        )
         logger.info(
             "offloads to %g GiB of host memory: %d tokens in %d slots, %s",
             settings.cpu_gib,

@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -31,7 +30,7 @@ from baton.connectors.pull.control.thread import ControlThread
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import LendBlocks, TransferIntents
 from baton.connectors.pull.metadata import NOTHING, Order, PullHandshake, PullMetadata, PullWorkerReport
-from baton.connectors.pull.producer.loans import BlockHolder, Loans
+from baton.connectors.pull.producer.loans import Loans
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
     ConnectorDead,
@@ -137,52 +136,6 @@ class Changing:
 MakeAnnouncer = Callable[[EngineIdentity, PullAgent, PullStats, Changing], Announcer]
 
 
-class IdleWait(Protocol):
-    """How a host's empty steps wait for a message of a peer."""
-
-    def take(self) -> None: ...
-    def end(self) -> None:
-        """End a wait, because something has arrived. On any thread."""
-
-
-class Traces(Protocol):
-    """Spans of what the half does, for a host without timelines. Called with the half's lock held."""
-
-    def begin(self, request: host.Request) -> None: ...
-    def record(self, name: str, record: Mapping[str, Any]) -> None:
-        """See `PullStats.on_record`."""
-
-    def scheduled(self, num_scheduled_tokens: Mapping[str, int], now: float) -> None:
-        """A step begins. `num_scheduled_tokens`: by request id."""
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostPolicy:
-    """How a host differs from what the contract says. The defaults are those of Baton's engine."""
-
-    holder: BlockHolder | None = None  # Keeps lent blocks; None: the host does, because of `delay_free`.
-    traces: Traces | None = None
-    # Waits for a host that steps without pause while a request waits for a load.
-    idle_wait: IdleWait | None = None
-    # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
-    survives_dead_control: bool = False
-    # Routers have no other way to the half than a request:
-    # {"baton_introduce": true} --> {"baton_kv_identity": {...}}      kv_transfer_params of request, answer
-    #                               with "baton_introduction": "..." of a producer that pushes, and
-    #                               with "baton_has_states": true for a model with recurrent states
-    # {"baton_take_back": "the ticket of a loan that no consumer will claim", or {"transfer_id": its name}}
-    answers_by_request: bool = False
-    # Takes the prompt's last token from a request that has not run, unless it is the only one.
-    truncate_prompt: Callable[[Any], None] = lambda request: request.drop_last_prompt_token()
-    # Makes tables that are indexed by position of the host's, given the number of the request's tokens.
-    expand_tables: Callable[[tuple[list[int], ...], int], tuple[list[int], ...]] = lambda tables, _: tables
-
-
-BATON_POLICY: Final = HostPolicy()
-
-
 class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     """Scheduler half of BatonPullConnector, and with an announcer of BatonPushConnector.
 
@@ -190,7 +143,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         epoch: of this process, for a `control` that does not check who signed a frame; None: from a new key.
         clock: seconds, monotonic.
         control: makes what drives the agent; None: a thread with a control channel of its own.
-        policy: how the host differs from Baton's engine.
         machines: constructors of the protocol machines; a simulator replaces some.
         announcer: makes what tells consumers about running prefills; None: pull only.
 
@@ -204,13 +156,14 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         epoch: Epoch | None = None,
         clock: Callable[[], float] = boot_clock,
         control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
-        policy: HostPolicy = BATON_POLICY,
         machines: Machines = PRODUCTION,
         announcer: MakeAnnouncer | None = None,
     ) -> None:
         self._identity = identity
         self._clock = clock
-        self._policy = policy
+        self._policy = policy = identity.policy
+        allowed = identity.settings.raises_user_errors is not False
+        self._raises_user_errors = identity.raises_user_errors and allowed
         self._lock = threading.Lock()
         self._wake = policy.idle_wait.end if policy.idle_wait is not None else None  # Wakes the host.
         self._rank: TakesOrders | None = None  # The only one, if it takes orders between steps.
@@ -331,7 +284,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         except BadTransferParams:
             policy_is_fail = not self._identity.recomputes_failed_loads
             is_error = policy_is_fail or self._intents.is_malformed(request.request_id)
-            if is_error and self._identity.raises_user_errors:
+            if is_error and self._raises_user_errors:
                 with self._changing as now:  # The host forgets the request, and may never finish it.
                     self._fetches.finished(request.request_id, now)
                     self._intents.forget(request.request_id)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -61,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 _FENCE_POLL_S = 0.001
 
-FindPacking = Callable[[dict[str, "torch.Tensor"]], str]
-
 
 def new_epoch() -> Epoch:
     return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 means unknown: see Address.is_named_only.
@@ -76,9 +74,6 @@ class PullWorkerHalf(BackgroundLoads):
         transports: makes those of this rank, given its address; None: those that the settings name.
         run_in_background: runs a job that may wait for a peer; None: in a thread of its own.
         clock: seconds, monotonic.
-        find_packing: how the host's attention packs a block of these caches; None: slot by slot.
-        empty_step_wait_s: how long a step that computes nothing waits for running reads, seconds.
-        find_drafts: which of the registered layers are a draft model's; None: none are.
         reporter: makes what reports computed layers, given the tensor-parallel rank; None: pull only.
 
     Source: `vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1`, the worker's methods.
@@ -92,9 +87,6 @@ class PullWorkerHalf(BackgroundLoads):
         transports: Callable[[Address], Mapping[str, Transport]] | None = None,
         run_in_background: RunInBackground | None = None,
         clock: Callable[[], float] = time.monotonic,
-        find_packing: FindPacking | None = None,
-        empty_step_wait_s: float = 0.0,
-        find_drafts: Callable[[Collection[str]], Collection[str]] | None = None,
         reporter: Callable[[int], LayerReporter] | None = None,
     ) -> None:
         super().__init__(identity.groups)
@@ -106,15 +98,13 @@ class PullWorkerHalf(BackgroundLoads):
         self._clock = clock
         self._background = Background(f"baton-connect-{identity.rank}")
         self._given_run_in_background = run_in_background
-        self._find_packing = find_packing
-        self._find_drafts = find_drafts
         self._drafts: dict[str, tuple[int, torch.Tensor]] = {}  # Cache group and cache, by layer.
-        self._empty_step_wait_s = empty_step_wait_s
+        self._empty_step_wait_s = identity.policy.empty_step_wait_s
         self._reporter = reporter(identity.tp_rank) if reporter is not None else None
         self._layer_index: dict[str, int] = {}
         self._has_news = threading.Event()  # A read has ended; for steps that wait.
         # Wakes the host, or a step that waits.
-        self._wake: Callable[[], None] | None = self._has_news.set if empty_step_wait_s else None
+        self._wake: Callable[[], None] | None = self._has_news.set if self._empty_step_wait_s else None
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # None until the cache is registered.
         self._card: RankCard | None = None
@@ -135,7 +125,8 @@ class PullWorkerHalf(BackgroundLoads):
             )
         with_tokens = {name: cache for name, cache in kv_caches.items() if not is_of_states(cache)}
         self._layer_index = {name: index for index, name in enumerate(with_tokens)}
-        packing = SLOT if self._find_packing is None or not with_tokens else self._find_packing(with_tokens)
+        find_packing = self._identity.policy.find_packing
+        packing = SLOT if find_packing is None or not with_tokens else find_packing(with_tokens)
         if packing != SLOT:
             logger.info("the cache's blocks are packed as %r", packing)
         if self._identity.has_host_mirror:
@@ -143,7 +134,7 @@ class PullWorkerHalf(BackgroundLoads):
 
             self.mirror = HostMirror(kv_caches, self._identity.block_tokens)
             kv_caches = self.mirror.caches
-        drafts = self._find_drafts(kv_caches.keys()) if self._find_drafts is not None else ()
+        drafts = self._identity.policy.find_drafts(kv_caches.keys())
         group_of = self._groups_of(list(kv_caches))
         layout = layout_of(kv_caches, self._identity, packing, group_of, drafts)
         self._drafts = {

@@ -8,9 +8,8 @@ that BatonPullConnector does, so one pair of engines serves both kinds of router
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from baton.connectors.observed import own_config
 from baton.connectors.pull.connector import BatonPullConnector
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.layer_reports import LayerReporter
@@ -18,16 +17,19 @@ from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
-from baton.contract import host
+
+
+class PushIdentity(EngineIdentity, frozen=True, kw_only=True):
+    settings_kind: ClassVar[type[PushSettings]] = PushSettings
+
+    settings: PushSettings
+    does_push: bool = True
 
 
 class BatonPushConnector(BatonPullConnector):
+    identity_kind = PushIdentity
     scheduler_kind = partial(PullSchedulerHalf, announcer=PrefillAnnouncer)
     worker_kind = partial(PullWorkerHalf, reporter=LayerReporter)
-
-    @classmethod
-    def identity_of(cls, vllm_config: host.HostConfig) -> EngineIdentity:
-        return EngineIdentity.of_engine(own_config(vllm_config), PushSettings, does_push=True)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

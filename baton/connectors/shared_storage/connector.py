@@ -9,43 +9,28 @@ both. Requests need no `kv_transfer_params`; `baton_prefetch` names a prompt tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from baton.connectors.observed import IdentityConnector, own_config
+from baton.connectors.observed import IdentityConnector
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.scheduler import StorageSchedulerHalf
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.worker import StorageWorkerHalf
 from baton.contract import host
-from baton.core.config import EngineConfig
-from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_prefetch, parse_transfer_params
 
 
 class BatonSharedStorageConnector(IdentityConnector):
-    stats_kind, scheduler_kind, worker_kind = StorageStats, StorageSchedulerHalf, StorageWorkerHalf
+    identity_kind, stats_kind = StorageIdentity, StorageStats
+    scheduler_kind, worker_kind = StorageSchedulerHalf, StorageWorkerHalf
 
     @classmethod
-    def identity_of(cls, vllm_config: host.HostConfig) -> StorageIdentity:
-        """A subclass for another host overrides only this method."""
-        return StorageIdentity.of_engine(own_config(vllm_config))
+    def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
+        return False
 
-    @classmethod
-    def supports_groups(
-        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
-    ) -> bool:
-        """All groups are supported, also those of layers with a recurrent state."""
-        return True
-
-    @classmethod
-    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
-        """Validator of `kv_transfer_params`, which raises BadTransferParams. This call raises ConfigError."""
-        cls.identity_of(config)
-        return check_request
-
-
-def check_request(raw: Mapping[str, Any] | None) -> None:
-    """Raises BadTransferParams. Handoff parameters belong to other connectors and are only parsed."""
-    parse_transfer_params(raw)
-    parse_prefetch(raw)
+    @staticmethod
+    def check_request(raw: Mapping[str, Any] | None) -> None:
+        """Raises BadTransferParams. Handoff parameters belong to other connectors and are only parsed."""
+        parse_transfer_params(raw)
+        parse_prefetch(raw)

@@ -1,4 +1,4 @@
-"""Identity of an engine's files: the host's configuration, and from it the namespace in a folder.
+"""The host of a shared storage, and from it the namespace of its files in a folder.
 
 Two engines share files exactly if everything is equal on which the bytes of a block depend:
 
@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
+from baton.connectors.host_view import HostView
 from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
-from baton.core.config import ClusterSecret, EngineConfig
+from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
-from baton.core.identity import CurrentIdentity, KVIdentity
-from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, is_hybrid
+from baton.core.kv_groups import has_states, is_hybrid
 from baton.core.layout import SLOT
 from baton.stores.base.chunk_name import STATE
 from baton.stores.chunks.chunk import FORMAT
@@ -37,44 +36,14 @@ KEY_PURPOSE = "baton.storage.1"
 NAMESPACE_BYTES = 16
 
 
-class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    current: CurrentIdentity
-    num_ranks: int
-    rank: int  # Rank of this process; 0 in the scheduler's.
-    block_tokens: int
-    saves: bool  # kv_producer, kv_both.
-    loads: bool  # kv_consumer, kv_both.
-    secret: ClusterSecret | None
+class StorageIdentity(HostView, frozen=True, kw_only=True):
+    title: ClassVar[str] = "shared storage"
+
     settings: StorageSettings
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Groups of layers; by default one group has all.
-    publishes_events: bool = False
-    names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
 
     @classmethod
-    def of_engine(cls, config: EngineConfig) -> StorageIdentity:
-        """Raises ConfigError."""
-        transfer = config.kv_transfer_config
-        if transfer is None:
-            raise ConfigError("is required", field="kv_transfer_config")
-        settings = parse_extra(StorageSettings, transfer.kv_connector_extra_config)
-        if settings.layerwise and settings.layer_wait_s > config.step_timeout_s / 2:
-            raise ConfigError(
-                f"must be at most half of step_timeout_s, {config.step_timeout_s:g}: a slow store would make "
-                "a step so long that the engine ends; lower it, or raise step_timeout_s",
-                field=f"{FIELD}.layer_wait_s",
-            )
-        return cls(
-            current=CurrentIdentity(config.model_config.kv_identity(config.cache_config.hash_seed)),
-            num_ranks=config.parallel_config.world_size,
-            rank=config.parallel_config.rank,
-            block_tokens=config.cache_config.block_size,
-            saves=transfer.is_kv_producer,
-            loads=transfer.is_kv_consumer,
-            secret=config.transfer_secret,
-            settings=settings,
-            groups=config.kv_cache_groups,
-            publishes_events=config.enable_kv_events,
-        )
+    def parse(cls, extra: Mapping[str, Any], secret: ClusterSecret | None) -> StorageSettings:
+        return parse_extra(StorageSettings, extra)
 
     def __post_init__(self) -> None:
         if has_states(self.groups) and self.settings.chunk_tokens not in (None, self.block_tokens):
@@ -84,7 +53,19 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 field=f"{FIELD}.chunk_tokens",
             )
         self.settings.chunk_tokens_of(self.block_tokens)
-        if self.settings.layerwise and has_tables(self.groups):
+        if self.settings.layerwise and not self.takes_back_tokens:
+            raise ConfigError(
+                "is not for vLLM, which does not take back every token of a load that fails while it is in "
+                "use; docs/tiers.md says more",
+                field=f"{FIELD}.layerwise",
+            )
+        if self.settings.layerwise and self.settings.layer_wait_s > self.step_timeout_s / 2:
+            raise ConfigError(
+                f"must be at most half of step_timeout_s, {self.step_timeout_s:g}: a slow store would make "
+                "a step so long that the engine ends; lower it, or raise step_timeout_s",
+                field=f"{FIELD}.layer_wait_s",
+            )
+        if self.settings.layerwise and self.has_block_tables:
             raise ConfigError(
                 "needs one block table; this model has several, for windows or recurrent states",
                 field=f"{FIELD}.layerwise",
@@ -93,10 +74,6 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"
             )
-
-    @property
-    def kv_identity(self) -> KVIdentity:
-        return self.current.value
 
     @property
     def chunk_tokens(self) -> int:

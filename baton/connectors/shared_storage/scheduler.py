@@ -42,7 +42,7 @@ from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Promp
 from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
-from baton.connectors.store_events import EventGroup, NameBlocks, StoreEvents, own_names
+from baton.connectors.store_events import EventGroup, StoreEvents
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -75,19 +75,14 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         identity: StorageIdentity,
         *,
         clock: Callable[[], float] = time.monotonic,
-        name_blocks: NameBlocks = own_names,
-        event_groups: Sequence[EventGroup] | None = None,
     ) -> None:
-        """`name_blocks`, `event_groups`: for KV events of a host that names blocks differently.
-
-        Raises ConfigError if a store cannot be used.
-        """
+        """Raises ConfigError if a store cannot be used."""
         settings = identity.settings
         self._identity = identity
         self._kinds = identity.layer_kinds
         self._clock = clock
         self._tiers = make_tiers(settings.stored_tiers, clock)
-        self._tiers.check(is_written=identity.saves)
+        self._tiers.check(is_written=identity.is_producer)
         self._wake: Callable[[], None] = lambda: None
         self._layouts: dict[int, str] = {}  # Layouts by rank.
         self._namespaces: tuple[str, ...] = ()  # Namespaces of the current secret, and of the previous one.
@@ -114,7 +109,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._usable: set[str] = set()  # Requests that steps compute while their load goes on.
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
-            self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
+            self._events = ChunkEvents(_events_of(identity))
         self._sweeper: Repeated | None = None
         self._keeper: Keeper | None = None  # Notes for sweeps what requests ask for their chunks.
         self._sessions: Sessions[bytes] = Sessions()
@@ -154,7 +149,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self, request: host.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         prompt = self._prompt_of(request)
-        if not self._identity.loads or prompt is None or prompt.lookup is None or prompt.has_loaded:
+        if not self._identity.is_consumer or prompt is None or prompt.lookup is None or prompt.has_loaded:
             return 0, False
         self._lookups.raise_if_dead()
         with self._lock:
@@ -257,7 +252,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 
     @property
     def _reads_ahead(self) -> bool:
-        return self._identity.loads and self._identity.settings.prefetch_max_mib > 0
+        return self._identity.is_consumer and self._identity.settings.prefetch_max_mib > 0
 
     def _wait(self, prompt: Prompt) -> None:
         """Has its chunks read ahead if it is not scheduled before its lookup has ended."""
@@ -317,7 +312,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         self._step += 1
-        saves = self._find_saves(scheduler_output) if self._identity.saves and self._namespaces else []
+        saves = self._find_saves(scheduler_output) if self._identity.is_producer and self._namespaces else []
         loads, self._loads = self._loads, []
         write, self._write = self._write, []
         drop, self._drop = self._drop, []
@@ -642,10 +637,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         return {key for key, is_found in zip(ours.values(), found, strict=True) if not is_found}
 
 
-def _events_of(
-    identity: StorageIdentity, name_blocks: NameBlocks, groups: Sequence[EventGroup] | None
-) -> list[StoreEvents]:
+def _events_of(identity: StorageIdentity) -> list[StoreEvents]:
     """Events of each kind of layers. The embedded engine reports groups if it has several."""
+    groups = identity.policy.event_groups
     if groups is None:
         several = len(identity.groups) > 1
         groups = [EventGroup(index if several else None) for index in range(len(identity.groups))]
@@ -653,7 +647,7 @@ def _events_of(
         StoreEvents(
             block_tokens=identity.block_tokens,
             medium=MEDIUM_STORAGE,
-            name_blocks=name_blocks,
+            name_blocks=identity.policy.name_blocks,
             groups=[groups[index] for index in kind.groups],
             chunks_max=EVENT_CHUNKS_MAX,
         )

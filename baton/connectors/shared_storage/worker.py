@@ -25,6 +25,7 @@ import numpy as np
 
 from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.jobs import Jobs
+from baton.connectors.pull.reads.cache_layout import is_of_states
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
 from baton.connectors.shared_storage.layered import LayeredLoad
 from baton.connectors.shared_storage.metadata import (
@@ -77,7 +78,7 @@ class StorageWorkerHalf(BackgroundLoads):
         self._copied: set[int] = set()  # Steps, for the next report.
         self._ahead = ReadAhead(settings.prefetch_max_mib * MIB)
         self._tiers = make_tiers(settings.stored_tiers, clock, num_writers=identity.num_ranks)
-        num_prefetchers = settings.io_threads if identity.loads and settings.prefetch_max_mib else 0
+        num_prefetchers = settings.io_threads if identity.is_consumer and settings.prefetch_max_mib else 0
         self._transfers: Transfers[Part] = Transfers(
             self._tiers,
             self._form_of,
@@ -126,7 +127,13 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
         """How the host's attention packs a block (`baton.core.layout`)."""
-        return SLOT
+        find = self._identity.policy.find_packing
+        if find is None:
+            return SLOT
+        with_tokens = {name: cache for name, cache in kv_caches.items() if not is_of_states(cache)}
+        packing = find(with_tokens) if with_tokens else SLOT
+        # The bytes of a state do not show the order of its parts.
+        return f"{packing}; {self._identity.state_parts}" if self._identity.state_parts else packing
 
     # --- Step ----------------------------------------------------------------------------------
 

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from baton.hosts.vllm.registration import CONNECTORS, register
 
 if TYPE_CHECKING:
-    from baton.hosts.vllm.connector import BatonPullConnector, BatonPushConnector
-    from baton.hosts.vllm.offload import BatonOffloadConnector
-    from baton.hosts.vllm.shared_storage import BatonSharedStorageConnector
-    from baton.hosts.vllm.tiered import BatonTieredConnector
+    from baton.hosts.vllm.connector import (
+        BatonOffloadConnector,
+        BatonPullConnector,
+        BatonPushConnector,
+        BatonSharedStorageConnector,
+        BatonTieredConnector,
+    )
 
 __all__ = [
     "CONNECTORS",

@@ -1,83 +1,33 @@
-"""`BatonPullConnector` and `BatonPushConnector` for vLLM. See `forwarding` for what they share."""
+"""Baton's connectors as classes of vLLM. `forwarding` has what they share, `kind` the connector itself.
+
+One folder may serve vLLM and Baton's own engines. They read each other's files if their block layouts are
+equal, which they are not on CPUs: then each has its own namespace in the folder.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.layer_reports import LayerReporter
+from baton.connectors.extra_config import FIELD
+from baton.connectors.offload import connector as offload
+from baton.connectors.offload.metadata import OffloadMetadata
+from baton.connectors.pull import connector as pull
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata
-from baton.connectors.pull.scheduler import MakeAnnouncer, PullSchedulerHalf
-from baton.connectors.pull.settings import PullSettings
-from baton.connectors.pull.stats import PullStats
-from baton.connectors.pull.worker import PullWorkerHalf
-from baton.connectors.push.announcer import PrefillAnnouncer
-from baton.connectors.push.settings import PushSettings
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.connectors.push import connector as push
+from baton.connectors.shared_storage import connector as shared_storage
+from baton.connectors.shared_storage.metadata import StorageMetadata
+from baton.connectors.tiered.connector import HOST
 from baton.core.errors import ConfigError
-from baton.hosts.vllm.drafts import draft_layers
 from baton.hosts.vllm.forwarding import ForwardingConnector
-from baton.hosts.vllm.groups import cache_specs_of, groups_of, specs_of, tables_by_position
-from baton.hosts.vllm.host_policy import EMPTY_STEP_S, vllm_policy
-from baton.hosts.vllm.identity import identity_of
-from baton.hosts.vllm.model_identity import unnamed
-from baton.hosts.vllm.packing import find_packing
-from baton.hosts.vllm.requests import names_of
+from baton.hosts.vllm.groups import specs_of
 from baton.hosts.vllm.self_test import run_self_test
-from baton.hosts.vllm.states import parts_of
-from baton.hosts.vllm.traces import open_traces
 
 
 class BatonPullConnector(ForwardingConnector):
+    kind = pull.BatonPullConnector
     _cache_hit_source = "p2p"
     _empty_metadata = PullMetadata()
-    _stats_kind = PullStats
-    _settings_kind: ClassVar[type[PullSettings]] = PullSettings
-    _announcer: ClassVar[MakeAnnouncer | None] = None
-    _reporter: ClassVar[Callable[[int], LayerReporter] | None] = None
-    _does_push: ClassVar[bool] = False
-    _has_self_test: ClassVar[bool] = True
-
-    @classmethod
-    def make_scheduler_half(
-        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
-    ) -> KVConnectorSchedulerHalf:
-        identity = cls._identity_of(vllm_config, kv_cache_config, is_worker=False)
-        expand_tables = tables_by_position(kv_cache_config, identity.block_tokens)
-        policy = vllm_policy(expand_tables, open_traces(vllm_config))
-        return PullSchedulerHalf(identity, policy=policy, announcer=cls._announcer)
-
-    @classmethod
-    def make_worker_half(
-        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
-    ) -> KVConnectorWorkerHalf:
-        return PullWorkerHalf(
-            cls._identity_of(vllm_config, kv_cache_config, is_worker=True),
-            find_packing=partial(find_packing, vllm_config),
-            empty_step_wait_s=EMPTY_STEP_S,
-            find_drafts=partial(draft_layers, vllm_config),
-            reporter=cls._reporter,
-        )
-
-    @classmethod
-    def _identity_of(cls, vllm_config: Any, kv_cache_config: Any, *, is_worker: bool) -> EngineIdentity:
-        return identity_of(
-            vllm_config,
-            cls._settings_kind,
-            os.environ,
-            does_push=cls._does_push,
-            is_worker=is_worker,
-            groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
-            cache_specs=cache_specs_of(
-                kv_cache_config,
-                unnamed(vllm_config.model_config, vllm_config.cache_config.cache_dtype).num_kv_heads,
-            ),
-            state_parts=parts_of(vllm_config, kv_cache_config),
-            names=names_of(vllm_config, with_adapters=not is_worker),
-        )
+    _has_self_test = True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -103,10 +53,6 @@ class BatonPullConnector(ForwardingConnector):
         kinds = {type(spec).__name__ for group in config.kv_cache_groups for spec in specs_of(group)}
         return f"{', '.join(sorted(kinds))}; {run_self_test(layout, kv_caches)}"
 
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return True
-
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Raises ConfigError if what the workers gave is another connector's."""
         for value in metadata.values():
@@ -122,11 +68,38 @@ class BatonPullConnector(ForwardingConnector):
 class BatonPushConnector(BatonPullConnector):
     """Does all that pull does, and lets consumers read while a prompt is computed."""
 
-    _settings_kind: ClassVar[type[PullSettings]] = PushSettings
-    _announcer: ClassVar[MakeAnnouncer | None] = PrefillAnnouncer
-    _reporter: ClassVar[Callable[[int], LayerReporter] | None] = LayerReporter
-    _does_push: ClassVar[bool] = True
+    kind = push.BatonPushConnector
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return extra_config.get("stream") == "layer"  # Layers are reported from Python.
+
+class BatonOffloadConnector(ForwardingConnector):
+    kind = offload.BatonOffloadConnector
+    _cache_hit_source = "host"
+    _empty_metadata = OffloadMetadata()
+
+
+class BatonSharedStorageConnector(ForwardingConnector):
+    kind = shared_storage.BatonSharedStorageConnector
+    _cache_hit_source = "disk"
+    _empty_metadata = StorageMetadata()
+
+
+class BatonTieredConnector(BatonSharedStorageConnector):
+    """Files, buckets and Redis.
+
+    A tier in host memory is a connector of its own in vLLM, which combines connectors by its MultiConnector.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        _refuse_host(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+def _refuse_host(settings: dict[str, Any]) -> None:
+    """Raise ConfigError for a tier in host memory."""
+    for index, tier in enumerate(settings.get("tiers", ())):
+        if isinstance(tier, dict) and tier.get("type") == HOST:
+            raise ConfigError(
+                "is 'host', which is BatonOffloadConnector in vLLM; list it before this connector in vLLM's "
+                "MultiConnector",
+                field=f"{FIELD}.tiers[{index}].type",
+            )

@@ -1,19 +1,14 @@
 """Base class of our vLLM connectors: forwards vLLM's hooks to one of our halves.
 
     class BatonOtherConnector(ForwardingConnector):
+        kind = other.BatonOtherConnector       # an IdentityConnector; the embedded engine has it as it is
         _cache_hit_source = "disk"
         _empty_metadata = OtherMetadata()
-        _stats_kind = OtherStats
-
-        @classmethod
-        def make_scheduler_half(cls, vllm_config, kv_cache_config, settings): return OtherSchedulerHalf(...)
-        @classmethod
-        def make_worker_half(cls, vllm_config, kv_cache_config, settings): return OtherWorkerHalf(...)
 
 The name of such a class goes into `baton.hosts.vllm.CONNECTORS`. vLLM makes one instance for its scheduler
-and one in each worker. An instance holds one half, by `role`, and forwards to it each of vLLM's methods in
-the contract's table (`baton.contract.surface`). The drift test finds methods that vLLM adds. Requests,
-scheduler outputs and blocks are passed on unchanged.
+and one in each worker. An instance holds one half, by `role`, which sees vLLM as `view` tells it. It forwards
+to the half each of vLLM's methods in the contract's table (`baton.contract.surface`). The drift test finds
+methods that vLLM adds. Requests, scheduler outputs and blocks are passed on unchanged.
 
 Errors of our half are contained here (`containment`); only start-up may raise.
 """
@@ -21,11 +16,10 @@ Errors of our half are contained here (`containment`); only start-up may raise.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -34,8 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from baton.connectors.counted import CountedStats
-from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.connectors.observed import IdentityConnector
+from baton.contract import KVConnectorMetadata
 from baton.contract import SupportsHMA as KnowsGroups
 from baton.contract.halves import HoldsOneHalf, forward_to_half
 from baton.contract.surface import ROWS, Half, Row, Scope, completed
@@ -51,6 +45,7 @@ from baton.hosts.vllm.settings import PluginSettings
 from baton.hosts.vllm.states import with_states_as_bytes
 from baton.hosts.vllm.stats import BatonPromMetrics, BatonStats
 from baton.hosts.vllm.versions import Start, decide_start, name_some, name_tested
+from baton.hosts.vllm.view import view_of
 from baton.hosts.vllm.weights import follow_weights
 
 logger = logging.getLogger(__name__)
@@ -60,6 +55,13 @@ share_log()
 
 # MultiConnector finds the statistics of its children by their registered names.
 register()
+
+
+@runtime_checkable
+class FailsLoads(Protocol):
+    """A scheduler half that can have its ranks report a load as failed that could not start."""
+
+    def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None: ...
 
 
 @cache
@@ -81,36 +83,22 @@ def _forward(row: Row) -> Callable[..., Any]:
 @completed((row for row in ROWS if row.by == "vllm" and row.half is not Half.CLASS), _forward)
 class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # type: ignore[misc]  # vLLM is not installed
     # where types are checked, so that its base classes are Any there.
+    kind: ClassVar[type[IdentityConnector]]  # The data of its statistics has "failures": {reason: count}.
     _cache_hit_source: str  # Where loaded tokens are from: a value of vLLM's CacheHitSource.
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
-    _stats_kind: ClassVar[type[CountedStats]]  # The data of these has "failures": {reason: count}.
     _has_self_test: ClassVar[bool] = False
     weights_version: str = ""
-
-    @classmethod
-    @abstractmethod
-    def make_scheduler_half(
-        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
-    ) -> KVConnectorSchedulerHalf:
-        """`settings`: `kv_connector_extra_config` without the plug-in's own keys. May raise ConfigError."""
-
-    @classmethod
-    @abstractmethod
-    def make_worker_half(
-        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
-    ) -> KVConnectorWorkerHalf:
-        """The rank is `vllm_config.parallel_config.rank`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for a vLLM version or a configuration that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
-        ours, settings = PluginSettings.split(self._kv_transfer_config.kv_connector_extra_config)
+        plugin, _ = PluginSettings.split(self._kv_transfer_config.kv_connector_extra_config)
         self._misfits = _find_misfits(vllm.__version__)
         self._start = decide_start(
             vllm.__version__,
             self._misfits,
             has_self_test=self._has_self_test,
-            allow_untested=ours.allow_untested_vllm,
+            allow_untested=plugin.allow_untested_vllm,
         )
         if self._start is Start.UNTESTED:
             logger.warning(
@@ -128,14 +116,15 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
             )
         self._contained = Containment()
         self._num_contained_counted = 0
+        see = partial(view_of, self.kind.identity_kind, vllm_config, kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            self._worker_half = self.make_worker_half(vllm_config, kv_cache_config, settings)
+            self._worker_half = self.kind.worker_kind(see(is_worker=True))
         else:
             from vllm.v1.engine.core import EngineCore  # Workers do without it.
 
             follow_weights(EngineCore)
             keep_one_token_more(kv_cache_config)
-            self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config, settings)
+            self._scheduler_half = self.kind.scheduler_kind(see(is_worker=False))
 
     # --- Class level, at configuration time ------------------------------------------------------
 
@@ -145,15 +134,15 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return False
+        return cls.kind.requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return False
+        return cls.kind.supports_sleep_mode(kv_transfer_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:
-        return BatonStats(cls._stats_kind, data)
+        return BatonStats(cls.kind.stats_kind, data)
 
     @classmethod
     def build_prom_metrics(
@@ -164,14 +153,10 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BatonPromMetrics | None:
         return BatonPromMetrics(
-            cls._stats_kind, vllm_config, metric_types, labelnames, per_engine_labelvalues
+            cls.kind.stats_kind, vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 
     # --- Scheduler half ------------------------------------------------------------------------
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return bool(self._kv_transfer_config.is_kv_producer)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
@@ -189,6 +174,25 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
 
         source = CacheHitSource(self._cache_hit_source)
         return {source: num_external_tokens} if num_external_tokens else {}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        update = partial(self._allocated, request, blocks, num_external_tokens)
+        self._contained.contain("update_state_after_alloc", update)
+
+    def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        half = self.scheduler_half
+        try:
+            half.update_state_after_alloc(request, blocks, num_external_tokens)
+        except Exception:
+            if not isinstance(half, FailsLoads):
+                raise
+            logger.exception(
+                "the load of request %s could not start; its prompt is computed instead", request.request_id
+            )
+            if num_external_tokens:
+                # vLLM has parked the request already: it waits until a rank reports the end of the load.
+                held = tuple(block_id for table in blocks.get_block_ids() for block_id in table)
+                half.fail_load(request.request_id, held)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         build = partial(self.scheduler_half.build_connector_meta, scheduler_output)
@@ -261,7 +265,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         num_new = self._contained.num_errors - self._num_contained_counted
         if taken is None and num_new == 0:
             return None
-        stats = BatonStats(self._stats_kind, None if taken is None else taken.data)
+        stats = BatonStats(self.kind.stats_kind, None if taken is None else taken.data)
         if num_new:
             self._num_contained_counted += num_new
             failures = stats.data["failures"]

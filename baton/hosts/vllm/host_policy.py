@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.connectors.pull.scheduler import HostPolicy, Traces
-from baton.hosts.vllm.groups import ExpandTables
+from baton.connectors.host_view import HostPolicy
 from baton.hosts.vllm.idle_backoff import IdleBackoff
 from baton.hosts.vllm.lent_blocks import LentBlocks
 
 EMPTY_STEP_S = 0.003  # What the report of the next step would cost: a round through two processes.
 
 
-def vllm_policy(
-    expand_tables: ExpandTables = lambda tables, _: tables, traces: Traces | None = None
-) -> HostPolicy:
-    """Policy of one engine. `expand_tables`: see `groups.tables_by_position`.
+def vllm_policy(**of_half: Any) -> HostPolicy:
+    """Policy of one half. `of_half`: what it needs to know of its engine.
 
     * References of our own hold lent blocks (`LentBlocks`): `delay_free` would keep the engine awake.
     * Empty steps wait while the engine waits for a producer only: vLLM steps about 1,000 times a second.
@@ -28,8 +25,8 @@ def vllm_policy(
         survives_dead_control=True,
         answers_by_request=True,
         truncate_prompt=_drop_last_prompt_token,
-        expand_tables=expand_tables,
-        traces=traces,
+        empty_step_wait_s=EMPTY_STEP_S,
+        **of_half,
     )
 
 

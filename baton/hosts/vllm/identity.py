@@ -1,85 +1,28 @@
-"""Identity of a vLLM engine in a handoff. The only module that reads vLLM's configuration."""
+"""Identity of the KV of a vLLM engine, from its configuration and the files of its model."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD
-from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
-from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.settings import PullSettings
-from baton.core.errors import ConfigError
-from baton.core.identity import CurrentIdentity, KVIdentity
-from baton.core.ids import EngineId
-from baton.core.kv_groups import KVCacheGroup
-from baton.core.layout import CacheSpec
-from baton.core.states import StatePart
+from baton.core.identity import KVIdentity
 from baton.hosts.vllm.drafts import draft_config
 from baton.hosts.vllm.host_fields import host_settings, section_settings
 from baton.hosts.vllm.model_identity import kv_identity_of, unnamed
-from baton.hosts.vllm.settings import PluginSettings
 
 
-def identity_of(
-    vllm_config: Any,
-    settings_kind: type[PullSettings],
-    environment: Mapping[str, str],
-    *,
-    does_push: bool,
-    is_worker: bool,
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
-    cache_specs: Mapping[str, CacheSpec] | None = None,
-    state_parts: tuple[StatePart, ...] = (),
-    names: RequestNames = WITHOUT_ADAPTERS,
-) -> EngineIdentity:
-    """Raises ConfigError for a configuration in which no handoff could work."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    _refuse_unsupported(vllm_config)
-    ours, extra = PluginSettings.split(transfer.kv_connector_extra_config)
-    secret = ours.find_secret(environment)
-    settings = settings_kind.parse(_with_port_of_rank(extra, parallel), secret)
-    tp_size = int(parallel.tensor_parallel_size)
-    rank = int(parallel.rank) if is_worker else 0
-    return EngineIdentity(
-        engine_id=EngineId(transfer.engine_id),
-        current=CurrentIdentity(find_kv_identity(vllm_config, ours.revision, is_worker=is_worker)),
-        names=names,
-        tp_size=tp_size,
-        tp_rank=rank % tp_size,
-        pp_rank=rank // tp_size,
-        pp_size=int(parallel.pipeline_parallel_size),
-        block_tokens=int(vllm_config.cache_config.block_size),
-        is_producer=bool(transfer.is_kv_producer),
-        is_consumer=bool(transfer.is_kv_consumer),
-        recomputes_failed_loads=transfer.kv_load_failure_policy == "recompute",
-        raises_user_errors=False,  # What a hook raises ends vLLM's engine.
-        secret=secret,
-        settings=settings,
-        does_push=does_push,
-        groups=groups,
-        cache_specs=cache_specs or {},
-        state_parts=state_parts,
-        draft=draft_digest(vllm_config, ours.revision),
-        state_alignment=1,  # vLLM leaves no gaps between the parts.
-        schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)
-        or int(parallel.pipeline_parallel_size) > 1,
-    )
-
-
-def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool) -> KVIdentity:
+def find_kv_identity(vllm_config: Any, revision: str | None, *, is_named: bool) -> KVIdentity:
     """Return the identity of the model's KV. Raises ConfigError.
 
-    A worker's identity names no weights: it has no peers, and one digest of them per engine is enough.
+    `is_named`: the identity names the architecture and the weights, which takes a digest of all their bytes.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if is_worker:
+    if not is_named:
         return unnamed(model, cache_dtype)
     folder, load_format = find_folder(model, load), str(load.load_format)
     host = host_settings(vllm_config, _known_environment())
@@ -136,38 +79,3 @@ def find_folder(model: Any, load: Any) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
-
-
-def _with_port_of_rank(extra: Mapping[str, Any], parallel: Any) -> dict[str, Any]:
-    """Data-parallel engine i has control port + i, and its ranks have the i-th range of data ports."""
-    index = int(parallel.data_parallel_index)
-    num_ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
-    strides = {
-        "port": 1,
-        "advertise_port": 1,
-        "data_port": num_ranks,
-        "data_advertise_port": num_ranks,
-    }
-    moved = {
-        key: port + index * stride
-        for key, stride in strides.items()
-        if isinstance(port := extra.get(key, 0), int) and port
-    }
-    return {**extra, **moved}
-
-
-def _refuse_unsupported(vllm_config: Any) -> None:
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if int(getattr(parallel, name, 1)) > 1:
-            raise ConfigError(
-                "above 1 deals the tokens of a block out to ranks, which Baton's plans do not describe",
-                field=f"parallel_config.{name}",
-            )
-    if getattr(transfer, "enable_permute_local_kv", False):
-        raise ConfigError(
-            "is not needed: Baton's plans read either order of heads and tokens",
-            field="kv_transfer_config.enable_permute_local_kv",
-        )
-    if vllm_config.model_config is None:
-        raise ConfigError("is required", field=FIELD.replace("kv_connector_extra_config", "model_config"))

@@ -30,7 +30,7 @@ _NEEDED = ("blocks", "touch", "free_blocks", "get_num_free_blocks")
 
 
 class LentBlocks:
-    """A BlockHolder (`baton.connectors.pull.producer.loans`)."""
+    """A BlockHolder (`baton.connectors.host_view`)."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None

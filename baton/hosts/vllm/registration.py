@@ -6,13 +6,16 @@ from typing import Final
 
 from baton import contract
 
-CONNECTORS: Final = {
-    "BatonOffloadConnector": "baton.hosts.vllm.offload",
-    "BatonPullConnector": "baton.hosts.vllm.connector",
-    "BatonPushConnector": "baton.hosts.vllm.connector",
-    "BatonSharedStorageConnector": "baton.hosts.vllm.shared_storage",
-    "BatonTieredConnector": "baton.hosts.vllm.tiered",
-}
+CONNECTORS: Final = dict.fromkeys(
+    (
+        "BatonOffloadConnector",
+        "BatonPullConnector",
+        "BatonPushConnector",
+        "BatonSharedStorageConnector",
+        "BatonTieredConnector",
+    ),
+    "baton.hosts.vllm.connector",
+)
 """Names that vLLM's configuration may use, and the modules that have the classes."""
 
 

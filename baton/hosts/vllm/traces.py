@@ -79,7 +79,7 @@ def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 
 class TransferTraces:
-    """Spans of one scheduler half; implements `baton.connectors.pull.scheduler.Traces`.
+    """Spans of one scheduler half; implements `baton.connectors.host_view.Traces`.
 
     An error is logged and costs spans only.
     """

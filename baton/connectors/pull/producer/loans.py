@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+from baton.connectors.host_view import BlockHolder
 from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import (
@@ -42,25 +43,6 @@ _LENDABLE: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 FOREGONE_MAX = 4096  # Names; an older one is of a request that has long ended.
 _REQUEST_ID_CHARS = 256  # Length of a request id in logs; a client's may be of any length.
-
-
-class BlockHolder(Protocol):
-    """Keeps lent blocks by references of its own, for a host that forgets a request when it has finished.
-
-    Called on the engine's thread only.
-    """
-
-    @property
-    def num_free(self) -> int:
-        """Blocks of the pool without a reference."""
-
-    def bind(self, pool: Any) -> int:
-        """Called once, with the host's block pool. Returns its number of blocks."""
-
-    def hold(self, loan_id: LoanId, block_ids: Sequence[int]) -> None: ...
-
-    def release(self, loan_id: LoanId) -> None:
-        """A loan that was never held changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

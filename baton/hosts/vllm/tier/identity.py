@@ -79,7 +79,7 @@ def _model_of(offloading_config: Any, revision: str | None) -> list[Any]:
     attention = getattr(vllm_config, "attention_config", None)
     return [
         vllm.__version__,
-        find_kv_identity(vllm_config, revision, is_worker=False).digest,
+        find_kv_identity(vllm_config, revision, is_named=True).digest,
         draft_digest(vllm_config, revision),
         str(getattr(attention, "backend", None)),
         [_device(), _isa(vllm_config)],

@@ -6,6 +6,7 @@ from functools import cache
 
 import msgspec
 
+from baton.connectors.host_view import BATON_POLICY
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake
 from baton.connectors.pull.settings import PullSettings, TurnSettings
@@ -65,6 +66,7 @@ def identity_of(
         is_consumer=True,
         recomputes_failed_loads=True,
         raises_user_errors=False,
+        policy=BATON_POLICY,
         secret=SECRET,
         settings=settings,
         does_push=isinstance(settings, PushSettings),

@@ -25,8 +25,7 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.control.agent import PullAgent
-from baton.connectors.push.announcer import PrefillAnnouncer
-from baton.connectors.push.settings import PushSettings
+from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.contract import (
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
@@ -229,10 +228,7 @@ class Engine(Process):
         return self.reporters[-1]
 
     def _identity(self, config: EngineConfig) -> EngineIdentity:
-        if self.cluster.is_push:
-            identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
-        else:
-            identity = EngineIdentity.of_engine(config)
+        identity = (PushIdentity if self.cluster.is_push else EngineIdentity).of_engine(config)
         groups = shortened(identity.groups, self.cluster.parts.window_error)
         return msgspec.structs.replace(identity, groups=groups)
 

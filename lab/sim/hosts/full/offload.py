@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from baton.connectors.host_view import BATON_POLICY
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.settings import GIB
@@ -37,10 +38,15 @@ def offload_identity(engine: Engine, rank: int, config: EngineConfig) -> Offload
     slot_bytes = GIB // spec.num_slots // spec.num_ranks
     return OffloadIdentity(
         settings=settings,
-        rank=rank,
-        num_ranks=spec.num_ranks,
+        engine_id=engine.engine_id,
+        tp_size=spec.num_ranks,
+        tp_rank=rank,
         block_tokens=spec.block_tokens,
         block_bytes=slot_bytes // settings.blocks_per_chunk // len(engine.groups),
+        is_producer=True,
+        is_consumer=True,
+        secret=None,
+        policy=BATON_POLICY,
         groups=engine.groups,
         current=CurrentIdentity(config.model_config.kv_identity(config.cache_config.hash_seed)),
     )
