@@ -6,8 +6,8 @@
 A connector derives a kind of its own. It says what the host has to find out, how the connector's settings are
 parsed, and which hosts it cannot work in. The halves read their host here and nowhere else.
 
-Unless the adapter says so, requests with adapters are not named, no layer is a draft's, and no promise is made
-about loads that fail.
+Unless the adapter says so, requests with adapters are not named, no layer is a draft's, and no promise about
+failed loads is made.
 """
 
 from __future__ import annotations

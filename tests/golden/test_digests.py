@@ -19,7 +19,7 @@ from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import SamplingParams
 from baton.engine.prefilled import sampling_digest
-from baton.hosts.vllm.model_identity import kv_identity_of
+from baton.hosts.vllm.identity import kv_identity_of
 from baton.router.fleet.policies import EngineState, RoutedRequest, choose_prefix_affinity
 from baton.router.values.legs import shape_of
 from baton.stores.backends.whole_file import TEMPORARY_PREFIX

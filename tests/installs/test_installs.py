@@ -18,7 +18,7 @@ import baton.connectors.multi, baton.connectors.offload, baton.connectors.pull, 
 import baton.connectors.shared_storage, baton.connectors.tiered
 import baton.contract, baton.protocol.introduction
 import baton.transport.local.transport, baton.transport.tcp.transport
-import baton.hosts.vllm, baton.hosts.vllm.model_identity, baton.hosts.vllm.self_test
+import baton.hosts.vllm, baton.hosts.vllm.identity, baton.hosts.vllm.self_test
 """
 HELP = """
 from typer.testing import CliRunner

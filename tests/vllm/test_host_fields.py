@@ -27,8 +27,7 @@ from baton.checkpoints.random_model import write_checkpoint
 from baton.core.identity import KVIdentity
 from baton.hosts.vllm import host_fields
 from baton.hosts.vllm.host_fields import COMPARED, EXCLUDED, LENGTH_IS_A_LIMIT, NEUTRAL, ROPES
-from baton.hosts.vllm.identity import find_kv_identity
-from baton.hosts.vllm.model_identity import kv_identity_of
+from baton.hosts.vllm.identity import find_kv_identity, kv_identity_of
 from tests.vllm.engines import Server, Site, VllmPlan, transfer
 from tests.vllm.prompts import prompts
 

@@ -13,8 +13,7 @@ from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push import PushIdentity
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
-from baton.hosts.vllm.identity import find_folder
-from baton.hosts.vllm.model_identity import kv_identity_of
+from baton.hosts.vllm.identity import find_folder, kv_identity_of
 from baton.hosts.vllm.settings import PluginSettings
 from baton.hosts.vllm.versions import Start, decide_start, is_listed, name_some
 

@@ -21,8 +21,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from baton.core.errors import ConfigError
-from baton.hosts.vllm.identity import draft_digest, find_kv_identity
-from baton.hosts.vllm.model_identity import FIELD
+from baton.hosts.vllm.identity import FIELD, draft_digest, find_kv_identity
 from baton.hosts.vllm.settings import PluginSettings
 from baton.hosts.vllm.tier.naming import KEY_PURPOSE, NAMESPACE_BYTES, Naming
 from baton.stores.chunks.chunk import FORMAT
