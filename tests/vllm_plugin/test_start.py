@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from baton.checkpoints.checkpoint import load_model_config
+from baton.connectors.host_view import HostView
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.pull import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push import PushIdentity
+from baton.connectors.shared_storage import StorageIdentity
+from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
 from baton.hosts.vllm.identity import find_folder, kv_identity_of
@@ -112,6 +117,75 @@ def test_the_identity_of_an_engine(folder: Path) -> None:
     assert identity.recomputes_failed_loads
     assert not identity.raises_user_errors, "an exception of a hook would end vLLM"
     assert identity.schedules_ahead
+
+
+OF_VLLM = {
+    "cache_specs": "dtypes are those of the registered tensors",
+    "groups": "layers of a single group are not counted",
+    "lends_memory": "so far",
+    "names": "adapters are named; unknown inputs are looked for",
+    "policy": "see HostPolicy",
+    "raises_user_errors": "an exception of a hook ends vLLM",
+    "schedules_ahead": "it does, by default",
+    "state_alignment": "parts of a state adjoin",
+    "step_timeout_s": "there is none",
+    "takes_back_tokens": "it does not",
+}
+"""Fields of a view in which vLLM is not the embedded engine, for one configuration and model."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (EngineIdentity, {"port": 14600}),
+        (PushIdentity, {"stream": "layer"}),
+        (StorageIdentity, {"path": "/kv"}),
+        (OffloadIdentity, {"cpu_gib": 1}),
+    ],
+)
+def test_both_hosts_are_seen_alike(folder: Path, kind: type[HostView], extra: dict[str, Any]) -> None:
+    from baton.hosts.vllm.view import view_of  # Imports vllm.
+
+    model = load_model_config(folder, dtype="float32")
+    block_bytes = 128 * model.num_kv_heads * model.token_bytes
+    spec = FullAttentionSpec()
+    spec.page_size_bytes = block_bytes  # type: ignore[attr-defined]
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["0", "1"])])
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0, "data_parallel_index": 0}
+    config = vllm_config(folder, extra, parallel=parallel)
+    theirs = view_of(kind, config, cache, is_worker=False, environment={"BATON_SECRET": SECRET})
+    ours = kind.of_engine(
+        EngineConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=128),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="C", kv_role="kv_producer", engine_id="e", kv_connector_extra_config=extra
+            ),
+            cluster_secret=ClusterSecret(SECRET.encode()),
+        )
+    )
+    fields = set(kind.__struct_fields__) - {"current"}
+    unlike = {name for name in fields if getattr(ours, name) != getattr(theirs, name)}
+    assert unlike <= OF_VLLM.keys()
+    assert (ours.kv_identity == theirs.kv_identity) == kind.shares_kv(extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "message"),
+    [
+        ("BatonSharedStorageConnector", {"path": "/kv", "layerwise": True}, r"layerwise: is not for vLLM"),
+        ("BatonTieredConnector", {"tiers": [{"type": "host", "cpu_gib": 1}]}, r"tiers\[0\]\.type: is 'host'"),
+    ],
+)
+def test_what_only_the_embedded_engine_does_is_refused(
+    plugin: Any, folder: Path, name: str, extra: dict[str, Any], message: str
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0}
+    config = vllm_config(folder, extra | {"insecure_no_secret": True}, parallel=parallel)
+    with pytest.raises(ConfigError, match=message):
+        getattr(plugin, name)(config, KVConnectorRole.SCHEDULER, groups(FullAttentionSpec()))
 
 
 def test_a_worker_is_one_rank_and_digests_no_weights(folder: Path) -> None:
