@@ -144,9 +144,7 @@ class HostView(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = float("inf")  # A longer step ends the host.
     recomputes_failed_loads: bool = False  # kv_load_failure_policy "recompute".
     raises_user_errors: bool = False  # The host turns a UserError of a hook into that request's error.
-    takes_back_tokens: bool = (
-        False  # The host takes back all that it computed from a load that failed in use.
-    )
+    takes_back_tokens: bool = False  # The host takes back what it computed from a load that failed in use.
     lends_memory: bool = False  # Offloaded blocks of the host can be lent.
     policy: HostPolicy
 
