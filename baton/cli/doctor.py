@@ -237,7 +237,8 @@ def look_at_engine(url: str, secret: ClusterSecret | None, ca: Path | None = Non
     import httpx
     import msgspec
 
-    from baton.server.introduction import Introduction, secret_ids
+    from baton.core.engine_card import EngineCard
+    from baton.server.introduction import secret_ids
 
     with httpx.Client(timeout=PEER_TIMEOUT_S, trust_env=False, verify=verifying(ca)) as client:
         try:
@@ -253,7 +254,7 @@ def look_at_engine(url: str, secret: ClusterSecret | None, ca: Path | None = Non
     if health.status_code != 200:
         yield Finding(url, False, f"/health returns {health.status_code}", health.text[:200])
     try:
-        engine = msgspec.json.decode(page.content, type=Introduction)
+        engine = msgspec.json.decode(page.content, type=EngineCard)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         yield Finding(
             url,
@@ -266,7 +267,7 @@ def look_at_engine(url: str, secret: ClusterSecret | None, ca: Path | None = Non
     for name, count in sorted(engine.lost_links.items()):
         found = f"{count} lost since its start; the next read replaces a lost link"
         yield Finding(f"{url} links to {name}", None, found, "check the network between the two")
-    shared = not set(engine.secret_ids).isdisjoint(secret_ids(secret))
+    shared = not set(engine.secret_ids or ()).isdisjoint(secret_ids(secret))
     yield Finding(
         f"{url} secret",
         shared,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.core.config import ClusterSecret, EngineConfig
-from baton.core.identity import KVIdentity
+from baton.core.engine_card import EngineCard
 from baton.engine.core.client import EngineClient
 
 SECRET_ID_PURPOSE = "baton.secret_id.1"
@@ -17,33 +17,14 @@ SECRET_ID_BYTES = 8
 TEXT_ID_DIGITS = 32
 
 
-class Introduction(msgspec.Struct, frozen=True):
-    engine_id: str
-    introduction: str | None  # Signed by the connector; None: it does not push.
-    kv_role: str
-    block_size: int
-    tp_size: int
-    max_model_len: int  # Tokens of prompt and answer together.
-    # Compared by a router before it pairs two engines, or lets two engines answer under one name.
-    served_model_name: str
-    kv_identity: KVIdentity
-    secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
-    lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
-    has_states: bool = False  # Some layers have a recurrent state.
-    # What requests with `baton_lend_stored` get: what is in "host" memory; in "cache".
-    lends: tuple[str, ...] = ()
-    # Digest of tokenizer, chat template and the tokens that end an answer; empty: not known.
-    text_id: str = ""
-
-
 async def introduce(
     config: EngineConfig, engine: EngineClient, *, lends: tuple[str, ...] = (), tokenizer: str = ""
-) -> Introduction | None:
-    """Return the introduction; None without a connector. `tokenizer`: its digest."""
+) -> EngineCard | None:
+    """Return the card; None without a connector. `tokenizer`: its digest."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_role is None:
         return None
-    return Introduction(
+    return EngineCard(
         engine_id=transfer.engine_id,
         introduction=await engine.introduction(),
         kv_role=transfer.kv_role,

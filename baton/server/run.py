@@ -78,7 +78,7 @@ class Parts(NamedTuple):
     build_connector_metrics: BuildConnectorMetrics | None = None
     connector_log: ConnectorLog | None = None
     new_registrar: Callable[[str], Registrar | None] = lambda url: None  # Called in the event loop.
-    places_lent: tuple[str, ...] = ()  # See `Introduction`.
+    places_lent: tuple[str, ...] = ()  # See `EngineCard`.
 
 
 async def run(

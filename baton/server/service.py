@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from baton.core.config import ModelConfig
+from baton.core.engine_card import EngineCard
 from baton.core.errors import UserError
 from baton.core.transfer_params import parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
@@ -23,7 +24,6 @@ from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
 from baton.server import continuation
-from baton.server.introduction import Introduction
 from baton.server.logprobs import LogprobFormat
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
@@ -57,7 +57,7 @@ class Service:
     tracer: Tracer | None = None
     admin_port: int | None = None  # Where metrics and /baton/* are; None: on the main port.
     check_params: CheckParams = check_common_params
-    introduction: Introduction | None = None
+    introduction: EngineCard | None = None
     weights_root: Path | None = None  # Updates of the weights come from below it; None: there are none.
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -74,11 +74,11 @@ class Service:
         """The engine's weights are those of `model_config` now."""
         self.model_config = model_config
         self.metrics.observe_weights(model_config)
-        if self.introduction is not None:
-            identity = self.introduction.kv_identity.updated(
+        if (card := self.introduction) is not None and card.kv_identity is not None:
+            identity = card.kv_identity.updated(
                 model_config.weights_digest, model_config.weights_version or None
             )
-            self.introduction = msgspec.structs.replace(self.introduction, kv_identity=identity)
+            self.introduction = msgspec.structs.replace(card, kv_identity=identity)
 
     async def update_weights(self, asked: UpdateWeightsRequest) -> None:
         """Raise UserError, ApiError 403, or an error of `EngineClient.update_weights`."""

@@ -9,12 +9,11 @@ from typing import Any
 
 import httpx
 
+from baton.core.engine_card import EngineCard
 from baton.http.errors import ErrorBody
 from baton.router.processes.app import Router
-from baton.router.values.identity import Introduction as SeenIntroduction
 from baton.router.values.settings import RouterSettings
 from baton.server.app import build_admin_app, build_app
-from baton.server.introduction import Introduction
 from baton.server.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from baton.server.protocol.completion import Completion, CompletionRequest
 from baton.server.protocol.lent import Lent
@@ -39,13 +38,12 @@ BODIES: dict[str, type] = {
     "tokens": TokenizeResponse,
     "request of POST /detokenize": DetokenizeRequest,
     "text of tokens": DetokenizeResponse,
-    "answer to GET /baton/introduction": Introduction,
-    "what the router reads of it": SeenIntroduction,
+    "answer to GET /baton/introduction": EngineCard,
     "request of POST /baton/take_back": Lent,
     "error": ErrorBody,
 }
 FRONTS = ("baton/http", "baton/router", "baton/server")
-INTRODUCTION = Introduction(
+INTRODUCTION = EngineCard(
     engine_id="e",
     introduction=None,
     kv_role="kv_both",
@@ -106,7 +104,7 @@ async def answers_of_the_router() -> dict[str, Any]:
     router = Router(RouterSettings(prefill_urls=("http://p",), decode_urls=("http://d",)))
     producer, consumer = router.fleet.engines
     router._parts.pairs.note_handed_over(producer, consumer)
-    producer.introduction = SeenIntroduction("p", None, lost_links={"d": 1})
+    producer.introduction = EngineCard("p", None, lost_links={"d": 1})
     port = await router.listen("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         found = {path: (await client.get(path)).json() for path in ("/fleet", "/health", "/version")}

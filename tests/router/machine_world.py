@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.admission import Objective, Ticket
 from baton.router.fleet.block_index import Match
@@ -56,7 +57,7 @@ from baton.router.request.learning import settle
 from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request
 from baton.router.request.step import State
 from baton.router.values.errors import FailureKind, LegFailure
-from baton.router.values.identity import Introduced, Introduction, is_compatible
+from baton.router.values.identity import Introduced, is_compatible
 from baton.router.values.settings import AdmissionSettings, RouterSettings
 from baton.router.values.sse import EventSplitter, data_of
 
@@ -490,7 +491,7 @@ class World:
         found = Introduced(None, None, None, None, None)
         if kind != "other":
             kv = replace(KV, version=str(self.versions[engine])) if self.has_versions else None
-            card = Introduction(engine.url, "signed", lends=self.lends[engine], kv_identity=kv)
+            card = EngineCard(engine.url, "signed", lends=self.lends[engine], kv_identity=kv)
             found = Introduced("baton" if kind == "baton" else "vllm", card, 100, None, None)
         if self.fleet.models.note_introduced(engine, found):
             self.view.turns.forget(engine)

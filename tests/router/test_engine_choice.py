@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.admission import Capacity
 from baton.router.fleet.block_index import Match
@@ -15,7 +16,7 @@ from baton.router.fleet.engine import Counts, Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.shortlist import SMALL
-from baton.router.values.identity import Identity, Introduction, ModelCard
+from baton.router.values.identity import Identity, ModelCard
 from baton.router.values.settings import AdmissionSettings, RouterSettings
 
 RATE = 1_000.0
@@ -439,7 +440,7 @@ def test_in_push_a_load_costs_what_the_prefill_does_not_hide() -> None:
 
 
 def lends(engine: Engine, *kinds: str) -> Engine:
-    engine.introduction = Introduction(engine.url, None, lends=kinds)
+    engine.introduction = EngineCard(engine.url, None, lends=kinds)
     return engine
 
 
@@ -562,7 +563,7 @@ def test_an_engine_with_other_weights_lends_nothing() -> None:
     for engine, version in ((lender, "v1"), (borrower, "v2")):
         engine.prefill_rate.note(RATE)
         kv = KVIdentity("m", "w", "bf16", 2, 2, 8, "0", version=version)
-        engine.introduction = Introduction(engine.url, None, lends=("host",), kv_identity=kv)
+        engine.introduction = EngineCard(engine.url, None, lends=("host",), kv_identity=kv)
     request = RoutedRequest(
         0, num_tokens=1_000, num_output_tokens=0, cached={lender.url: Match.in_cache(900)}
     )

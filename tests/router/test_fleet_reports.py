@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from baton.core.engine_card import EngineCard
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
 from baton.router.fleet.breaker import Probe
@@ -15,7 +16,7 @@ from baton.router.fleet.health import LATE_S
 from baton.router.fleet.notes import Erred, LegFailed
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.errors import LegFailure, RouterError
-from baton.router.values.identity import Identity, Introduced, Introduction, ModelCard
+from baton.router.values.identity import Identity, Introduced, ModelCard
 from baton.router.values.members import Member
 from baton.router.values.settings import OutlierDetection, ProbeSettings, RouterSettings
 
@@ -217,7 +218,7 @@ def test_a_fleet_can_serve_once_a_decode_engine_has_answered() -> None:
 def test_a_snapshot_shows_each_engine() -> None:
     fleet = fleet_of(num_decode=1)
     known, unknown = decoders(fleet)[0], fleet.engines[0]
-    lost = Introduction("d", None, lost_links={"p": 2}, kv_identity=replace(KV, version="v1"))
+    lost = EngineCard("d", None, lost_links={"p": 2}, kv_identity=replace(KV, version="v1"))
     identity = Identity("baton", "m", lost.kv_identity)
     fleet.models.note_introduced(known, Introduced("baton", lost, 4096, identity, (ModelCard("m"),)))
     assert known.max_model_len == 4096
@@ -571,7 +572,7 @@ def test_a_model_with_unlike_weights_is_in_an_update() -> None:
     first, second, down = decoders(fleet)
 
     def introduce(engine: Engine, version: str) -> bool:
-        introduction = Introduction("d", None, kv_identity=replace(KV, version=version))
+        introduction = EngineCard("d", None, kv_identity=replace(KV, version=version))
         identity = Identity("baton", "m", introduction.kv_identity)
         found = Introduced("baton", introduction, None, identity, (ModelCard("m"),))
         return fleet.models.note_introduced(engine, found)
@@ -591,6 +592,6 @@ def test_a_model_with_unlike_weights_is_in_an_update() -> None:
     assert change in events(fleet)
     assert not fleet.models.note_introduced(first, None)
     assert not first.is_introduced
-    nameless = Introduced("baton", Introduction("d", None), None, Identity("baton", "m"), None)
+    nameless = Introduced("baton", EngineCard("d", None), None, Identity("baton", "m"), None)
     assert fleet.models.note_introduced(first, nameless)
     assert ("updated", first.url, "weights v2 before, unknown now") in events(fleet)

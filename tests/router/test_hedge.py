@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.engine_card import EngineCard
 from baton.router.fleet import health, hedge
 from baton.router.fleet.engine import SLOW_SHARE
 from baton.router.fleet.fleet import Fleet
@@ -34,7 +35,6 @@ from baton.router.request.events import (
 from baton.router.request.learning import note_outpaced
 from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import LegFailure
-from baton.router.values.identity import Introduction
 from baton.router.values.settings import RouterSettings
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import System, responds
@@ -72,7 +72,7 @@ class Run:
         self.fleet = Fleet(RouterSettings(**options), unix_clock=lambda: 0.0)
         for engine in self.fleet.engines:
             engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
-            engine.introduction = Introduction(engine.url, "signed")
+            engine.introduction = EngineCard(engine.url, "signed")
             if known:
                 engine.prefill_rate.note(RATE)
         turns = TurnTable(lambda engine, params: None)

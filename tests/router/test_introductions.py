@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.introductions import COMPLETIONS_PATH, MODELS_PATH, PATH, Answer, introduce
-from baton.router.values.identity import Identity, Introduced, Introduction, ModelCard
+from baton.router.values.identity import Identity, Introduced, ModelCard
 
 NOT_FOUND = (404, b"")
 KV = KVIdentity("architecture", "weights", "float32", 2, 2, 8, "0")
@@ -53,7 +54,7 @@ def test_a_vllm_is_asked_for_its_connector(role: str) -> None:
     found, asked = talk(engine_of(role), page(models=VLLM, completion=CONNECTOR))
     assert asked == [PATH, MODELS_PATH, COMPLETIONS_PATH]
     assert (found.kind, found.identity.name, found.max_model_len) == ("vllm", "m", 9)
-    assert found.introduction == Introduction("p", "signed")
+    assert found.introduction == EngineCard("p", "signed")
     assert [card.id for card in found.cards] == ["m", "adapter"]
 
 
@@ -89,7 +90,7 @@ def test_an_identity_that_cannot_be_compared_counts_as_not_reported(
         found, _ = talk(Engine(url, "decode"), page(card=card))
         assert (found.kind, found.introduction, found.identity) == (
             "baton",
-            Introduction(**{**card, "kv_identity": None}),
+            EngineCard(**{**card, "kv_identity": None}),
             None,
         )
         found, _ = talk(engine_of(), page(models=VLLM, completion=completion))
@@ -100,7 +101,7 @@ def test_an_identity_that_cannot_be_compared_counts_as_not_reported(
 def test_a_vllm_that_is_known_is_asked_for_its_names_only() -> None:
     engine = engine_of()
     engine.kind, engine.is_introduced, engine.cards = "vllm", True, (ModelCard("m"),)
-    engine.introduction = Introduction("p", "signed")
+    engine.introduction = EngineCard("p", "signed")
     found, asked = talk(engine, page(models=VLLM))
     assert asked == [MODELS_PATH]
     assert (found.introduction, len(found.cards)) == (engine.introduction, 2)

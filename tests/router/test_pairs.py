@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.engine_card import EngineCard
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
-from baton.router.values.identity import Introduction, Seat, choose_model
+from baton.router.values.identity import Seat, choose_model
 from tests.event_loop import pass_time, run
 from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import Call, FakeEngine, Respond, System, answers, lends, responds, system
@@ -292,7 +293,7 @@ def test_a_stopped_pair_is_always_tried_again_and_success_forgets_failures(
 def test_an_engine_that_reports_nothing_is_not_judged() -> None:
     p, d = pair()
     assert mismatch_of(p, d) is None
-    p.introduction = Introduction("p", None, secret_ids=("aa",))
+    p.introduction = EngineCard("p", None, secret_ids=("aa",))
     assert mismatch_of(p, d) is None
-    d.introduction = Introduction("d", None)
+    d.introduction = EngineCard("d", None)
     assert mismatch_of(p, d) is None

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.engine_card import EngineCard
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.pairs import Pairs
 from baton.router.fleet.turns import TurnTable
@@ -30,7 +31,6 @@ from baton.router.request.events import (
 from baton.router.request.learning import SAMPLE_CHUNKS
 from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import LegFailure
-from baton.router.values.identity import Introduction
 from baton.router.values.settings import RouterSettings
 
 PROMPT = list(range(100))
@@ -54,7 +54,7 @@ class Run:
         self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
         for engine in self.fleet.engines:
             engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
-            engine.introduction = Introduction(engine.url, "signed")
+            engine.introduction = EngineCard(engine.url, "signed")
             engine.prefill_rate.note(RATE)
         self.view = FleetView(settings, self.fleet, Pairs(), TurnTable(lambda engine, params: None))
         asked = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0} | (body or {})

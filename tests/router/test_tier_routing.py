@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from baton.core.engine_card import EngineCard
 from baton.router.fleet.block_index import Match
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
@@ -29,7 +30,6 @@ from baton.router.request.events import (
 )
 from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import LegFailure
-from baton.router.values.identity import Introduction
 from baton.router.values.rates import Rate
 from baton.router.values.settings import KVEventsSource, RouterSettings
 from tests.router.machine_world import KV
@@ -51,7 +51,7 @@ class Router:
         self.decode = {one.url: one for one in self.fleet.engines if one.role == "decode"}
         for engine in self.fleet.engines:
             engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
-            engine.introduction = Introduction(engine.url, None)
+            engine.introduction = EngineCard(engine.url, None)
             engine.prefill_rate.note(RATE if engine.role == "decode" else 1.0)
 
     def ask(self, cached: Mapping[str, Match]) -> tuple[Machine, Sequence[Effect]]:
@@ -103,7 +103,7 @@ def borrow(held: Match = HELD, *, lends: tuple[str, ...] = ("host",)) -> tuple[R
     """The second engine has the prompt in host memory, and is busy. The leg is the first one."""
     router = Router()
     lender = router.decode[URLS[1]]
-    lender.introduction = Introduction(lender.url, None, lends=lends)
+    lender.introduction = EngineCard(lender.url, None, lends=lends)
     lender.num_queued_tokens = 50_000
     machine, effects = router.ask({lender.url: held})
     (leg,) = legs_in(effects)
@@ -188,7 +188,7 @@ def test_only_an_engine_with_the_borrowers_weights_lends() -> None:
     d0, d1, d2 = router.decode.values()
     for engine, version in ((d0, "1"), (d1, "2"), (d2, "1")):
         kv = replace(KV, version=version)
-        engine.introduction = Introduction(engine.url, None, lends=("host",), kv_identity=kv)
+        engine.introduction = EngineCard(engine.url, None, lends=("host",), kv_identity=kv)
     cached = {d1.url: HELD, d2.url: Match(0, 3000, 3000)}
     request = RoutedRequest(1, b"", num_tokens=len(PROMPT), cached=cached)
     loan = router.view.find_loan(d0, request, 0.0)
@@ -201,7 +201,7 @@ def test_only_an_engine_with_the_borrowers_weights_lends() -> None:
 def test_a_prompt_that_is_sooner_computed_is_not_lent() -> None:
     router = Router()
     for engine in router.decode.values():
-        engine.introduction = Introduction(engine.url, None, lends=("host",))
+        engine.introduction = EngineCard(engine.url, None, lends=("host",))
         engine.prefill_rate = Rate()
         engine.prefill_rate.note(1e7)
     router.decode[URLS[1]].num_queued_tokens = 10**8

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
@@ -16,7 +17,7 @@ from baton.router.fleet.notes import Introduces
 from baton.router.fleet.pairs import FAILURES_TO_STOP
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.turns import Turn, TurnTable
-from baton.router.values.identity import Introduced, Introduction, weights_of
+from baton.router.values.identity import Introduced, weights_of
 from baton.router.values.settings import RouterSettings
 from tests.router.baton_fakes import Speaker, baton, introduced_system, speaker, stream
 from tests.router.fakes import TICKET, Call, FakeEngine, System
@@ -307,14 +308,14 @@ def test_turns_of_old_weights_are_forgotten_and_others_stay() -> None:
     taken_back: list[Any] = []
     d, other = (Engine(f"http://d:{number}", "decode") for number in (1, 2))
     for one in (d, other):
-        one.introduction = Introduction(one.url, None, kv_identity=KV)
+        one.introduction = EngineCard(one.url, None, kv_identity=KV)
     table = TurnTable(lambda engine, params: taken_back.append(params))
     for name, keeper in (("a", d), ("b", d), ("c", other)):
         table.put(name, Turn(keeper, {"of": name}, KV), 0.0)
     newer = replace(KV, version="2")
     assert table.take("a", 1.0, newer) is None, "it stays for an engine of its weights"
     assert table.take("a", 1.0, KV) is not None
-    d.introduction = Introduction(d.url, None, kv_identity=newer)
+    d.introduction = EngineCard(d.url, None, kv_identity=newer)
     assert table.take("b", 1.0, newer) is None, "of weights that are gone"
     table.put("a", Turn(d, {"of": "a"}, KV), 2.0)
     table.forget(d)
@@ -334,7 +335,7 @@ def test_by_cost_engines_of_unlike_versions_are_no_placement(versions: list[str 
     for one, version in zip(fleet.engines, versions, strict=True):
         kv = None if version is None else replace(KV, version=version)
         fleet.models.note_introduced(
-            one, Introduced("baton", Introduction(one.url, None, kv_identity=kv), None, None, None)
+            one, Introduced("baton", EngineCard(one.url, None, kv_identity=kv), None, None, None)
         )
     by_url = {one.url: one for one in fleet.engines}
     found = fleet.choice.explain(RoutedRequest(turn, b"", num_tokens=1000), lambda *_: 0.0)
@@ -351,7 +352,7 @@ def test_every_process_of_a_router_learns_an_update() -> None:
     keeper = one.fleet.engines[2]
     for version in ("1", "2"):
         found = Introduced(
-            "baton", Introduction("d", None, kv_identity=replace(KV, version=version)), None, None, None
+            "baton", EngineCard("d", None, kv_identity=replace(KV, version=version)), None, None, None
         )
         is_updated = one.fleet.models.note_introduced(keeper, found)
         one.told.append(Introduces(keeper.key, found))

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig
-from baton.server.introduction import SECRET_ID_BYTES, Introduction, introduce, secret_ids, text_id
+from baton.core.engine_card import EngineCard
+from baton.server.introduction import SECRET_ID_BYTES, introduce, secret_ids, text_id
 from tests.server.fakes import MAX_MODEL_LEN, LiveServer, ScriptedEngine, model_config
 
 MODEL = model_config()
-CARD = Introduction(
+CARD = EngineCard(
     "p0",
     "signed",
     "kv_producer",

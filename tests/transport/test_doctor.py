@@ -29,12 +29,13 @@ from baton.cli.doctor import (
 )
 from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
 from baton.core.config import ClusterSecret
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.core.ids import Address, EngineId, Epoch
 from baton.engine.attention import compiled
 from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.messages import PUBLIC_KEY_BYTES
-from baton.server import introduction as page_module
+from baton.server.introduction import secret_ids
 from baton.transport import self_test as module
 from baton.transport.self_test import Outcome, self_test
 from tests.transport.copy_library import built
@@ -172,7 +173,7 @@ def introduce(
         ),
         secret.derive(TICKET_KEY_PURPOSE),
     )
-    page = page_module.Introduction(
+    page = EngineCard(
         "p0",
         signed,
         "kv_producer",
@@ -181,7 +182,7 @@ def introduce(
         100,
         "m",
         kv_identity,
-        page_module.secret_ids(secret),
+        secret_ids(secret),
         dict(lost_links),
     )
     return msgspec.json.encode(page)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.breaker import Health, Status
 from baton.router.fleet.cost import TOKEN_S
 from baton.router.fleet.notes import Speeds
 from baton.router.fleet.outlier_detection import Answers
-from baton.router.values.identity import Identity, Introduction, Kind, ModelCard, weights_of
+from baton.router.values.identity import Identity, Kind, ModelCard, weights_of
 from baton.router.values.members import Member
 from baton.router.values.rates import BusyTime, Line, Rate
 from baton.router.values.settings import EngineKey, Role, without_credentials
@@ -62,7 +63,7 @@ class Engine:
     last_error_unix_s: float | None = None
     kind: Kind | None = None  # None: not known, or another one.
     max_model_len: int | None = None  # Tokens of prompt and answer together, if it says so.
-    introduction: Introduction | None = None
+    introduction: EngineCard | None = None
     is_introduced: bool = False  # The engine was asked and answered, perhaps that it has none.
     asks_connector_at_s: float = 0.0  # A vLLM's, which is asked by a request.
     was_asked: bool = False  # The router has asked for its introduction at least once.

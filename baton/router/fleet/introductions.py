@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet.engine import Engine
-from baton.router.values.identity import Identity, Introduced, Introduction, ModelCard
+from baton.router.values.identity import Identity, Introduced, ModelCard
 from baton.router.values.legs import PARAMS
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: _Said | None = None
 
 
-class _Card(Introduction, frozen=True):
+class _Card(EngineCard, frozen=True):
     kv_identity: Any = None
 
 
@@ -77,7 +78,7 @@ def introduce(engine: Engine, *, asks_connector: bool = False) -> Dialogue:
     read = _decode(engine, answer, _Card)
     if read is not None:
         known = {**msgspec.structs.asdict(read), "kv_identity": _read_identity(engine, read.kv_identity)}
-        card, cards = Introduction(**known), None
+        card, cards = EngineCard(**known), None
         if (name := card.served_model_name) is not None:
             cards = (ModelCard(name, owned_by="baton", root=name, max_model_len=card.max_model_len),)
         return Introduced("baton", card, card.max_model_len, _identity_of(card), cards)
@@ -107,12 +108,12 @@ def _model_of(cards: tuple[ModelCard, ...] | None) -> ModelCard | None:
     return next((card for card in cards or () if card.owned_by == "vllm"), None)
 
 
-def _named(model: ModelCard, introduction: Introduction | None) -> Identity | None:
+def _named(model: ModelCard, introduction: EngineCard | None) -> Identity | None:
     kv = introduction.kv_identity if introduction is not None else None
     return Identity("vllm", model.id, kv) if model.id is not None else None
 
 
-def _ask_connector(engine: Engine) -> Generator[Question, Answer, Introduction | None]:
+def _ask_connector(engine: Engine) -> Generator[Question, Answer, EngineCard | None]:
     """Ask a vLLM's connector. If it cannot answer now, its last answer counts. None: it is not Baton's."""
     asking = {**ASKING, PARAMS: {"baton_introduce": True}}
     answer = yield Question(engine.address + COMPLETIONS_PATH, "POST", asking)
@@ -126,10 +127,10 @@ def _ask_connector(engine: Engine) -> Generator[Question, Answer, Introduction |
     text = params.baton_introduction if engine_id else None
     if text is None and kv is None:
         return None
-    return Introduction(engine_id, text, kv_identity=kv, has_states=params.baton_has_states)
+    return EngineCard(engine_id, text, kv_identity=kv, has_states=params.baton_has_states)
 
 
-def _identity_of(card: Introduction) -> Identity | None:
+def _identity_of(card: EngineCard) -> Identity | None:
     """The identity in a Baton engine's introduction. None: an older version does not report it."""
     if card.kv_identity is None or card.served_model_name is None:
         return None

@@ -9,29 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity, differences, differs_in_weights_only
 
 Kind = Literal["baton", "vllm"]
 
 _DIGITS = re.compile(r"[0-9a-f]{32,}")
-
-
-class Introduction(msgspec.Struct, frozen=True):
-    """An engine's report of its connector and its model."""
-
-    engine_id: str
-    introduction: str | None  # The signed text for other engines; None: this engine cannot push.
-    max_model_len: int | None = None  # Only Baton's engines report this field and the following ones.
-    served_model_name: str | None = None
-    kv_identity: KVIdentity | None = None  # A vLLM may report it too. None: not reported.
-    secret_ids: tuple[str, ...] | None = None  # Secret that it signs with, then the others that it accepts.
-    lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
-    has_states: bool = False  # Some layers have a recurrent state. A vLLM may report it too.
-    kv_role: str | None = None
-    text_id: str = ""  # Names tokenizer, chat template and the tokens that end an answer; empty: not known.
-    # Loans of cached tokens that it grants: "host": from host memory; "cache": from all tiers, through its
-    # GPU cache.
-    lends: tuple[str, ...] = ()
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -83,7 +66,7 @@ class Introduced(NamedTuple):
     """Result of the questions to an engine."""
 
     kind: Kind | None  # None: not known, or another kind.
-    introduction: Introduction | None
+    introduction: EngineCard | None
     max_model_len: int | None
     identity: Identity | None
     cards: tuple[ModelCard, ...] | None  # None: it reports no names.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from baton.core.engine_card import EngineCard
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.router.fleet.admission import Objective, Ticket
 from baton.router.fleet.block_index import Match
@@ -47,7 +48,7 @@ from baton.router.request.events import Leg as RouterLeg
 from baton.router.request.learning import settle
 from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import FailureKind
-from baton.router.values.identity import Introduced, Introduction
+from baton.router.values.identity import Introduced
 from baton.router.values.members import ROLES, Member
 from baton.router.values.settings import AdmissionSettings, LegTimeouts, RouterSettings
 from baton.router.values.sse import EventSplitter, data_of
@@ -310,7 +311,7 @@ class Router:
         self._met_at[engine] = self.world.now
         # Worlds without updates are those of engines that report no identity.
         kv = host.half._identity.kv_identity if self.cluster.updates.happen else None
-        card = Introduction(host.engine_id, host.half.introduction(), kv_identity=kv, lends=("cache",))
+        card = EngineCard(host.engine_id, host.half.introduction(), kv_identity=kv, lends=("cache",))
         self.processes.of(engine).fleet.models.note_introduced(
             engine, Introduced("baton", card, 1 << 20, None, None)
         )
