@@ -156,7 +156,7 @@ def of_starts(starts: Sequence[Sequence[Row]]) -> list[Row]:
     ]
 
 
-def run_nixl(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> dict[str, dict[int, float]]:
+def run_nixl() -> dict[str, dict[int, float]]:
     """Return GB/s of NIXL without Baton, by path and block size; empty if it does not work."""
     speeds: dict[str, dict[int, float]] = {}
     for name, path in {**NIXL_PATHS, **NIXL_TUNED_PATHS}.items():
@@ -164,8 +164,8 @@ def run_nixl(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> dict[str
             measured = nixl_raw.measure(
                 None if path == "local" else "tcp",
                 BLOCK_SIZES,
-                total_bytes=total_bytes,
-                repeats=repeats,
+                total_bytes=TOTAL_BYTES,
+                repeats=REPEATS,
                 reader_thread=name in NIXL_PATHS,
             )
             speeds[name] = {size: speed for size, (speed, _) in measured.items()}

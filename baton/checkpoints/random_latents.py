@@ -62,13 +62,13 @@ def latent_attention_tensors(a: DecoderArchitecture, latent: Latent, prefix: str
         yield RandomTensor(f"{prefix}.q_proj.weight", (queries, a.hidden_size), into * _LATENT_GAIN)
     else:
         yield RandomTensor(f"{prefix}.q_a_proj.weight", (rank, a.hidden_size), into)
-        yield _norm(f"{prefix}.q_a_layernorm", 1.0, rank)
+        yield _norm(f"{prefix}.q_a_layernorm", rank)
         yield RandomTensor(f"{prefix}.q_b_proj.weight", (queries, rank), rank**-0.5 * _LATENT_GAIN)
     if latent.index is not None and rank is not None:
         yield from _indexer_tensors(a, rank, latent.index, f"{prefix}.indexer")
     slot = (latent.slot_size, a.hidden_size)
     yield RandomTensor(f"{prefix}.kv_a_proj_with_mqa.weight", slot, into * _LATENT_GAIN)
-    yield _norm(f"{prefix}.kv_a_layernorm", 1.0, latent.kv_lora_rank)
+    yield _norm(f"{prefix}.kv_a_layernorm", latent.kv_lora_rank)
     # Keys and values are rows of one matrix; the output compensates for the gain of the values.
     expanded = (a.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
     yield RandomTensor(f"{prefix}.kv_b_proj.weight", expanded, latent.kv_lora_rank**-0.5 * _LATENT_GAIN)
@@ -83,10 +83,10 @@ def _indexer_tensors(
         f"{prefix}.wq_b.weight", (shape.num_heads * shape.head_dim, query_rank), query_rank**-0.5
     )
     yield RandomTensor(f"{prefix}.wk.weight", (shape.head_dim, a.hidden_size), into)
-    yield _norm(f"{prefix}.k_norm", 1.0, shape.head_dim)
+    yield _norm(f"{prefix}.k_norm", shape.head_dim)
     yield RandomTensor(f"{prefix}.k_norm.bias", (shape.head_dim,), _BIAS_STD)
     yield RandomTensor(f"{prefix}.weights_proj.weight", (shape.num_heads, a.hidden_size), into)
 
 
-def _norm(name: str, gain: float, size: int) -> RandomTensor:
-    return RandomTensor(f"{name}.weight", (size,), 0.1, gain)
+def _norm(name: str, size: int) -> RandomTensor:
+    return RandomTensor(f"{name}.weight", (size,), 0.1, 1.0)

@@ -127,7 +127,7 @@ def parse_offload_choice(raw: Mapping[str, Any] | None) -> OffloadChoice:
         return OffloadChoice()
     if not isinstance(raw, Mapping):
         raise BadTransferParams(f"must be an object, not {type(raw).__name__}", field=FIELD)
-    value = _optional(raw, "baton_offload", str)
+    value = _optional(raw, "baton_offload")
     if value is None:
         return OffloadChoice()
     if value not in OFFLOAD_CHOICES:
@@ -244,10 +244,15 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream | Named:
             "is missing; do_remote_prefill needs the producer's complete answer, or its baton_introduction",
             field=f"{FIELD}.baton_ticket",
         )
-    engine_id = _required(raw, "remote_engine_id", str)
+    engine_id = _optional(raw, "remote_engine_id")
+    if engine_id is None:
+        raise BadTransferParams(
+            "is missing; do_remote_prefill needs the producer's complete answer",
+            field=f"{FIELD}.remote_engine_id",
+        )
     # vLLM's keys are untrusted hints and not used. A wrong type still shows that the sender is broken.
-    _optional(raw, "remote_host", str)
-    _optional(raw, "remote_request_id", str)
+    _optional(raw, "remote_host")
+    _optional(raw, "remote_request_id")
     _ranged(raw, "remote_port", 1, 65535)
     _ranged(raw, "tp_size", 1, 4096)
     _check_block_ids(raw.get("remote_block_ids"))
@@ -270,7 +275,7 @@ def _parse_named(raw: Mapping[str, Any], transfer_id: TransferId | None) -> Name
         )
     for key in ("tp_size", "pp_size"):
         _ranged(raw, key, 1, 4096)
-    _optional(raw, "remote_request_id", str)
+    _optional(raw, "remote_request_id")
     assert port is not None
     return Named(transfer_id, EngineId(engine_id), host, port, _flag(raw, CONTINUE))
 
@@ -301,24 +306,15 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _required(raw: Mapping[str, Any], key: str, kind: type[str]) -> str:
-    value = _optional(raw, key, kind)
-    if value is None:
-        raise BadTransferParams(
-            "is missing; do_remote_prefill needs the producer's complete answer", field=f"{FIELD}.{key}"
-        )
-    return value
-
-
-def _optional(raw: Mapping[str, Any], key: str, kind: type[str]) -> str | None:
+def _optional(raw: Mapping[str, Any], key: str) -> str | None:
     value = raw.get(key)
-    if value is not None and not isinstance(value, kind):
+    if value is not None and not isinstance(value, str):
         raise BadTransferParams(f"must be a string, not {type(value).__name__}", field=f"{FIELD}.{key}")
     return value
 
 
 def _sized(raw: Mapping[str, Any], key: str, max_chars: int) -> str | None:
-    value = _optional(raw, key, str)
+    value = _optional(raw, key)
     if value is not None and not 0 < len(value) <= max_chars:
         raise BadTransferParams(f"must have 1 to {max_chars} characters", field=f"{FIELD}.{key}")
     if value is not None and not _is_unicode(value):

@@ -154,10 +154,9 @@ def hosts_to_check(bound_host: str, allowed_hosts: Sequence[str]) -> Sequence[st
     return allowed_hosts if is_loopback(bound_host) else None
 
 
-async def send_error(send: Send, error: ApiError, extra: Mapping[str, str] | None = None) -> None:
+async def send_error(send: Send, error: ApiError) -> None:
     body = msgspec.json.encode(error.body())
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-    headers |= extra or {}
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -151,10 +151,6 @@ class PeerTable:
                     effects.append(PeerLost(address, FailureReason(FailureCode.PEER_IDLE)))
         return effects
 
-    def is_ready(self, address: Address) -> bool:
-        peer = self._peers.get(address)
-        return peer is not None and peer.state == "ready"
-
     @property
     def next_deadline(self) -> float:
         if not self._peers:

@@ -91,7 +91,6 @@ class _Stream:
         self._is_stopped = threading.Event()
         self._lock = threading.Lock()
         self._longest_s = 0.0
-        self._num_chunks = 0
         self._thread = threading.Thread(target=self._run)
 
     def longest_s(self) -> float:

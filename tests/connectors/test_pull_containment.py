@@ -91,7 +91,7 @@ class Member:
 
     def say(self, half: PullSchedulerHalf, *messages: Message, sender: Address | None = None) -> None:
         envelope = Envelope(WIRE_VERSION, sender or self.address, half._agent.address, messages)
-        assert self.channel.send(half.control_url, self.key.sign(envelope, half._control.public_key))
+        assert self.channel.send(half._control.url, self.key.sign(envelope, half._control.public_key))
 
     def hear(self) -> list[Envelope]:
         return [self.key.open(r.frame, self.address).envelope for r in self.channel.poll(0.05)]
@@ -107,7 +107,7 @@ def members() -> Iterator[list[Member]]:
 
 def test_a_malformed_frame_is_dropped_and_counted(half: PullSchedulerHalf, members: list[Member]) -> None:
     claimer, _ = members
-    claimer.channel.send(half.control_url, b"GET / HTTP/1.1")
+    claimer.channel.send(half._control.url, b"GET / HTTP/1.1")
     claimer.say(half)
     claimer.channel.poll(0.05)
     wait_until(lambda: half._control.num_bad_frames == 1)
@@ -171,7 +171,7 @@ def test_what_is_meant_for_a_predecessor_is_answered_and_changes_no_way(
     claimer, _ = members
     predecessor = Address(half._agent.address.engine_id, Epoch(1))
     envelope = Envelope(WIRE_VERSION, claimer.address, predecessor, (Renew(LoanId(Epoch(1), 1), 1, 1),))
-    claimer.channel.send(half.control_url, claimer.key.sign(envelope, None))
+    claimer.channel.send(half._control.url, claimer.key.sign(envelope, None))
     heard: list[Envelope] = []
     wait_until(lambda: bool(heard.extend(claimer.hear()) or heard))
     assert (heard[0].sender, heard[0].messages) == (half._agent.address, (Stranger(predecessor),))

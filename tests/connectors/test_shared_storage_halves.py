@@ -305,7 +305,7 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["not_saved"] == {"backlog": 1, "tainted": 1}
-    assert half._transfers.backlog_bytes == (1 << 20) - of_chunk
+    assert half._transfers._states.backlog_bytes == (1 << 20) - of_chunk
     halves.close()
 
 

@@ -220,7 +220,7 @@ class StorageWorld(StoreWorld):
             assert not worker._layered
             assert not worker._unproven
             assert not worker._staged
-            assert worker._transfers.backlog_bytes == 0
+            assert worker._transfers._states.backlog_bytes == 0
             assert worker._ahead.nbytes == 0
 
     def num_transferred(self) -> int:

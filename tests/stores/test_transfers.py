@@ -124,7 +124,7 @@ def test_chunks_that_no_thread_has_begun_fail_at_the_deadline(store: Store) -> N
     assert [job.job_id for job in world.transfers.take_ended()] == ["store"]
     assert world.ended() == []
     assert world.contents()[4] == 0
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
     assert store.sizes([world.name_of(1)]) == [None]
 
 
@@ -191,7 +191,7 @@ def test_a_write_that_hangs_gives_its_row_back_at_its_deadline(store: Store) -> 
     meanwhile(store, "write_all", hang)
     world.store("job", (0, 0))
     assert world.ended() == []
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
     world.load("load", (0, 5))
     assert world.reasons() == [None], "it was written after all, as it was when it was copied"
     assert world.contents()[5] == 1
@@ -223,7 +223,7 @@ def test_copies_are_stored_or_dropped_later(store: Store) -> None:
     world.transfers.store("job", copies[:20])  # These are more than are synchronised together.
     world.transfers.drop(copies[20:])
     assert world.reasons() == [None] * 20
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
     world.load("load", (19, 5), (20, 6))
     assert world.reasons() == [None, "gone"]
     assert world.contents()[5:7] == [1, 0]
@@ -236,7 +236,7 @@ def test_chunks_beyond_the_backlog_are_not_stored(slow: SlowStore) -> None:
     world = World(slow, backlog_max_mib=1)
     world.store("job", *[(number, 0) for number in range(MIB // ROW + 2)])
     assert world.reasons()[-3:] == [None, "backlog", "backlog"]
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
 
 
 def test_a_copy_that_fails_does_not_count_to_the_backlog(slow: SlowStore) -> None:
@@ -246,7 +246,7 @@ def test_a_copy_that_fails_does_not_count_to_the_backlog(slow: SlowStore) -> Non
     world = World(slow)
     with pytest.raises(RuntimeError):
         world.transfers.copy((0, 0), fail)
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
 
 
 def test_a_full_store_fails_its_chunks_and_is_logged_at_intervals(
@@ -290,7 +290,7 @@ def test_a_row_that_does_not_exist_fails_its_chunk_only(slow: SlowStore) -> None
     world.store("store", (1, NUM_ROWS))
     world.store("store", (2, 0))
     assert world.reasons() == ["failed", None, "failed", None]
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
 
 
 def test_dead_threads_fail_what_waits_for_them(slow: SlowStore) -> None:
@@ -307,7 +307,7 @@ def test_dead_threads_fail_what_waits_for_them(slow: SlowStore) -> None:
     world.transfers.store("copy", [copy])
     assert [job.outcomes[0].reason for job in world.transfers.take_ended()] == ["failed"] * 5
     assert world.transfers.is_stuck
-    assert world.transfers.backlog_bytes == 0
+    assert world.transfers._states.backlog_bytes == 0
 
 
 def test_jobs_without_chunks_end_at_once(slow: SlowStore) -> None:

@@ -40,9 +40,6 @@ class Ledger:
     def begin_load(self, request_id: str, position: int) -> None:
         self._loading[request_id] = position
 
-    def loader(self, request_id: str) -> int | None:
-        return self._loading.get(request_id)
-
     def loads_of(self, position: int) -> set[str]:
         return {request_id for request_id, loader in self._loading.items() if loader == position}
 
@@ -76,7 +73,3 @@ class Ledger:
     def awaits(self, request_id: str, position: int) -> bool:
         """Whether this child still has to report an end of the request."""
         return self._loading.get(request_id) == position or position in self._delayed.get(request_id, ())
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self._matched or self._loading or self._delayed)

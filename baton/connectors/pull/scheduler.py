@@ -217,10 +217,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return self._identity.is_producer
 
-    @property
-    def control_url(self) -> str:
-        return self._control.url
-
     # --- Handshake -----------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:

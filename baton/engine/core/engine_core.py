@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 class StepTimes:
     """Time that all steps so far spent in each phase, in seconds."""
 
-    num_steps: int = 0
     schedule_s: float = 0.0
     execute_s: float = 0.0
     update_s: float = 0.0
@@ -263,7 +262,6 @@ class EngineCore:
         has_moved = self.scheduler.num_ended_transfers != num_ended_before
         self.has_progressed = bool(self.num_scheduled_tokens or outputs.outputs or has_moved)
         times = self.times
-        times.num_steps += 1
         times.execute_s += executed - waiting
         times.update_s += updated - executed
         return outputs

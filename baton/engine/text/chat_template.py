@@ -165,7 +165,7 @@ def _content(message: Mapping[str, Any], *, as_parts: bool) -> Any:
 
 def takes_parts(template: nodes.Template) -> bool:
     """Whether the template loops over a message's content. Scopes are ignored: a name has one meaning."""
-    messages = _aliases(template, "messages")
+    messages = _aliases_of_messages(template)
     one_message = {
         loop.target.name
         for loop in template.find_all(nodes.For)
@@ -189,9 +189,9 @@ def takes_parts(template: nodes.Template) -> bool:
     )
 
 
-def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """The name, and the variables that are set to it or to a part of it."""
-    found, fresh = {name}, [name]
+def _aliases_of_messages(template: nodes.Template) -> set[str]:
+    """The name `messages`, and the variables that are set to it or to a part of it."""
+    found, fresh = {"messages"}, ["messages"]
     while fresh:
         known = fresh.pop()
         for assignment in template.find_all(nodes.Assign):

@@ -348,7 +348,6 @@ class DecodeAnswer:
         self._record = first.record
         self._sieve = first.sieve_of_decode(consumer)
         self._events = EventSplitter()
-        self._lent: Mapping[str, Any] | None = None  # What P has lent, in push.
         self.found: FirstToken | bool | None = None  # D's first token, or whether D gave P's token.
         self.is_done = False  # [DONE] has been returned.
         self._has_erred = False

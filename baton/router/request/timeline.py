@@ -218,12 +218,11 @@ def _completion_tokens(body: bytes) -> int | None:
 
 
 class RecentRequests:
-    """Running requests, and the last ones that have ended; at most `num_max` of each, oldest first."""
+    """Running requests, and the last ones that have ended; at most RECENT_MAX of each, oldest first."""
 
-    def __init__(self, num_max: int = RECENT_MAX) -> None:
-        self._num_max = num_max
+    def __init__(self) -> None:
         self._running: dict[Recorder, None] = {}
-        self._ended: deque[RequestTimeline] = deque(maxlen=num_max)
+        self._ended: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
 
     def begin(self, recorder: Recorder) -> None:
         self._running[recorder] = None
@@ -238,7 +237,7 @@ class RecentRequests:
         None: all that have ended, and those that have run for longest.
         """
         running = [one for one in self._running if request_id in (None, one.request_id)]
-        found = [one.timeline(None, now_s) for one in running[: self._num_max]]
+        found = [one.timeline(None, now_s) for one in running[:RECENT_MAX]]
         return [one for one in self._ended if request_id in (None, one.id)] + found
 
 

@@ -275,10 +275,6 @@ class Transfers(Generic[C]):
         with self._changing() as states:
             return self._readers.is_dead or states.is_stuck(self._clock())
 
-    @property
-    def backlog_bytes(self) -> int:
-        return self._states.backlog_bytes
-
     def drain(self) -> None:
         """Waits until all loads and stores have ended, at their deadlines at the latest."""
         with self._changed:

@@ -46,10 +46,6 @@ class CompletionQueue:
             except Exception:  # Foreign code; it must not end the thread that serves a peer.
                 logger.exception("the hook on_completion failed")
 
-    def is_open(self, op: OpId) -> bool:
-        with self._changed:
-            return op in self._posted_at
-
     def poll(self) -> list[Completion]:
         if not self._ended:  # An idle engine step takes no lock.
             return []

@@ -104,13 +104,13 @@ def _sealed_fds() -> dict[int, int]:
     return found
 
 
-def check_shared(mappings: Sequence[SharedMapping], name: str) -> None:
+def check_shared(mappings: Sequence[SharedMapping]) -> None:
     """Raises PeerError for mappings that no process can have."""
     check_regions([Region(m.address, m.nbytes) for m in mappings])
     for m in mappings:
         pages = (m.address | m.nbytes | m.offset) % mmap.PAGESIZE == 0
         if not pages or not 0 <= m.offset < ADDRESS_MAX or not 0 <= m.fd < 2**31 or m.inode <= 0:
-            raise PeerError(f"malformed {name} endpoint: {m} is not a mapping")
+            raise PeerError(f"malformed local endpoint: {m} is not a mapping")
 
 
 @dataclass(eq=False)

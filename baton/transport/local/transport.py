@@ -249,7 +249,7 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
     named = decode_endpoint(LocalEndpoint, "local", VERSION, address, endpoint)
     named.check_sizes("local")
     check_regions(named.regions)
-    check_shared(named.shared, "local")
+    check_shared(named.shared)
     return named
 
 

@@ -113,7 +113,6 @@ class Session:
         self._plan = plan
         self._setup = setup
         self._journal = journal
-        self._client = client
         self._fleet = fleet
         self._say = say
         self._end_s = time.monotonic() + 60 * plan.minutes

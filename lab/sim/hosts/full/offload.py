@@ -56,7 +56,6 @@ def offload_identity(engine: Engine, rank: int, config: EngineConfig) -> Offload
 class HostCopy(Write):
     """One job. A store writes to no block."""
 
-    job: int
     pairs: list[tuple[int, int]]  # (block, row)
     is_load: bool
 
@@ -96,7 +95,6 @@ class HostCopies(Copies):
         targets = tuple(block_ids) if is_load else ()
         copy = HostCopy(
             number=len(network.posted) + 1,
-            job=job,
             consumer=engine,
             owner=self,
             targets=targets,
