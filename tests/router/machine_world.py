@@ -18,8 +18,9 @@ from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.admission import Objective, Ticket
 from baton.router.fleet.block_index import Match
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.pairs import Pairs
 from baton.router.fleet.turns import Turn, TurnTable
 from baton.router.fleet.view import FleetView
@@ -373,7 +374,7 @@ class World:
                     if self.rng_of_loans.random() < 0.5:  # A long prompt that a busy engine has.
                         num_tokens, holder = 4000, self.rng_of_loans.choice(self.fleet.engines)
                         cached = {holder.url: Match(0, 3900, 3900)}
-                        holder.elsewhere = Counts(num_queued_tokens=100_000)
+                        holder.elsewhere = EngineLoad(holder.key, num_queued_tokens=100_000)
                     self.waiting.append(Found(num_tokens, cached))
                 case Meet(engine):
                     self._introduce(engine)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.fleet.cost import Candidate
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.policies import EngineState, RoutedRequest, choose_least_cost
 from baton.router.values.legs import PREFIX_TOKENS
 from tests.router.fakes import Call, FakeEngine, System, answers, lends, system
@@ -38,7 +39,7 @@ async def test_the_placements_of_a_request_are_explained() -> None:
     p, first, second = FakeEngine(lends), FakeEngine(answers), FakeEngine(answers)
     async with system([p], [first, second], policy="cost") as s:
         _, (busy, _) = set_rates(s, FAST, FAST)
-        busy.elsewhere = Counts(num_queued_tokens=5_000)
+        busy.elsewhere = EngineLoad(busy.key, num_queued_tokens=5_000)
         explained = (await s.client.post("/explain", json={"prompt": LONG})).json()
         refused = await s.client.post("/explain", json={"prompt": LONG, "kv_transfer_params": {}})
     assert explained["num_prompt_tokens"] == len(LONG) // 4
@@ -70,7 +71,7 @@ async def test_a_prompt_does_not_wait_behind_a_long_queue() -> None:
     p, other, d = FakeEngine(lends), FakeEngine(lends), FakeEngine(answers)
     async with system([p, other], [d], policy="cost") as s:
         (busy, _), _ = set_rates(s, FAST, SLOW)
-        busy.elsewhere = Counts(in_flight=1, num_queued_tokens=50_000)
+        busy.elsewhere = EngineLoad(busy.key, in_flight=1, num_queued_tokens=50_000)
         for _ in range(3):
             await s.complete(prompt=LONG)
     assert (len(p.calls), len(other.calls)) == (0, 3)
@@ -86,7 +87,7 @@ async def test_a_prompt_under_way_counts_until_its_engine_has_answered() -> None
     p, d = FakeEngine(lends_late), FakeEngine(answers)
     async with system([p], [d], policy="cost") as s:
         producer, consumer = s.router.fleet.engines
-        consumer.elsewhere = Counts(num_queued_tokens=100_000)
+        consumer.elsewhere = EngineLoad(consumer.key, num_queued_tokens=100_000)
         asking = asyncio.create_task(s.complete(prompt=LONG))
         await p.was_called.wait()
         during = producer.queued_tokens

@@ -12,8 +12,9 @@ from baton.router.fleet.block_index import Match
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.choice import ALIKE, JUDGE_SPEEDS_EVERY_S, usual_load_s
 from baton.router.fleet.cost import EXPECTED_OUTPUT, LEND_S, PREFILL_TOKENS_PER_S, TOKEN_S, tier_s
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.shortlist import SMALL
 from baton.router.values.identity import Identity, ModelCard
@@ -154,7 +155,7 @@ def test_the_capacity_is_that_of_all_engines_that_serve() -> None:
     second.prefill_rate.note(300.0)
     fleet.note_start(first, 100)
     fleet.note_start(second, 40)
-    d.elsewhere = Counts(in_flight=5, num_queued_tokens=70)
+    d.elsewhere = EngineLoad(d.key, in_flight=5, num_queued_tokens=70)
     fleet.health.note_probe(down, Probe("refused"), 0.0)
     assert fleet.choice.capacity("", 0) == Capacity(4, 5, 1, 140, 2, 200.0)
 
@@ -334,7 +335,7 @@ def test_a_candidate_has_the_load_and_the_tiers_of_its_engine() -> None:
     fleet = fleet_of(1, 1)
     _, (d,) = roles_of(fleet)
     fleet.note_start(d, 30)
-    d.elsewhere = Counts(in_flight=2, num_queued_tokens=5)
+    d.elsewhere = EngineLoad(d.key, in_flight=2, num_queued_tokens=5)
     request = RoutedRequest(0, num_tokens=100, cached={d.url: Match(10, 30, 60)})
     (found,) = candidates(fleet, "decode", request)
     assert (found.num_queued_tokens, found.num_running, found.num_cached_tokens) == (35, 3, 60)

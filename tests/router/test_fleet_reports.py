@@ -10,10 +10,10 @@ from baton.core.engine_card import EngineCard
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
 from baton.router.fleet.breaker import Probe
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.health import LATE_S
-from baton.router.fleet.notes import Erred, LegFailed
+from baton.router.fleet.notes import EngineLoad, Erred, LegFailed
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.errors import LegFailure, RouterError
 from baton.router.values.identity import Identity, Introduced, ModelCard
@@ -145,12 +145,12 @@ def test_a_drain_ends_with_its_last_request_or_with_its_time(is_leaving: bool) -
 def test_a_drain_is_over_when_the_other_processes_have_no_request_either() -> None:
     fleet = fleet_of()
     engine = decoders(fleet)[0]
-    fleet.note_elsewhere(engine, Counts(in_flight=1))
+    fleet.note_elsewhere(engine, EngineLoad(engine.key, in_flight=1))
     fleet.note_start(engine)
     fleet.drain(engine, 9.0, is_leaving=True)
     fleet.note_end(engine)
     assert not engine.is_removed
-    fleet.note_elsewhere(engine, Counts())
+    fleet.note_elsewhere(engine, EngineLoad(engine.key))
     assert engine.is_removed
     assert [kind for kind, _, _ in events(fleet)] == ["draining", "drained", "removed"]
 
@@ -170,7 +170,7 @@ def test_tokens_to_compute_are_counted_by_priority() -> None:
     fleet.on_load = lambda: loads.append(engine.load)
     fleet.note_start(engine, 100, priority=2)
     fleet.note_start(engine, 10)
-    engine.elsewhere = Counts(num_queued_tokens=5)
+    engine.elsewhere = EngineLoad(engine.key, num_queued_tokens=5)
     assert [engine.num_queued_before(priority) for priority in (0, 1, 2)] == [15, 15, 115]
     fleet.note_computed(engine, 60, priority=2)
     assert (engine.queued_tokens, dict(engine.num_queued_at)) == (55, {2: 40, 0: 10})
@@ -184,9 +184,9 @@ def test_tokens_to_compute_are_counted_by_priority() -> None:
 def test_an_answer_in_another_process_is_a_sign_of_life() -> None:
     fleet = fleet_of()
     engine = decoders(fleet)[0]
-    fleet.note_elsewhere(engine, Counts(num_heard=0))
+    fleet.note_elsewhere(engine, EngineLoad(engine.key, num_heard=0))
     assert engine.status == "unknown"
-    fleet.note_elsewhere(engine, Counts(num_heard=1))
+    fleet.note_elsewhere(engine, EngineLoad(engine.key, num_heard=1))
     assert engine.status == "up"
 
 
@@ -223,7 +223,7 @@ def test_a_snapshot_shows_each_engine() -> None:
     fleet.models.note_introduced(known, Introduced("baton", lost, 4096, identity, (ModelCard("m"),)))
     assert known.max_model_len == 4096
     fleet.note_start(known)
-    known.elsewhere = Counts(in_flight=2, num_requests=5, num_failures=3)
+    known.elsewhere = EngineLoad(known.key, in_flight=2, num_requests=5, num_failures=3)
     fleet.health.note_answer(known, 500, 0.0)
     fleet.health.note_probe(known, Probe("broken", "reset"), 0.0)
     empty = {

@@ -20,7 +20,7 @@ from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
 from baton.router.fleet.block_index import home_key, prefix_keys, root_key
 from baton.router.fleet.breaker import Probe
-from baton.router.fleet.engine import Counts
+from baton.router.fleet.notes import EngineLoad
 from baton.router.request.events import Look
 from baton.router.shell import index_client
 from baton.router.values.settings import KVEventsSource, sources_of
@@ -201,7 +201,7 @@ async def test_a_decode_engine_reads_what_a_busy_engine_lends(publishers: Publis
             while lender.introduction is None:
                 await f.system.client.get("/status")
         for engine in f.system.router.fleet.engines[:2]:
-            engine.elsewhere = Counts(num_queued_tokens=10**9)
+            engine.elsewhere = EngineLoad(engine.key, num_queued_tokens=10**9)
         f.publishers[1].publish([stored(PROMPT, medium="CPU")])
         await f.until_indexed(0, len(PROMPT) // BLOCK)
         assert await f.asks(PROMPT) == [0, 1]

@@ -4,8 +4,9 @@ import pytest
 
 from baton.router.fleet.block_index import Match
 from baton.router.fleet.cost import EXPECTED_OUTPUT
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.pairs import Pairs
 from baton.router.fleet.policies import RoutedRequest, prefix_holder
 from baton.router.request.answers import PROMPT_HEADER, LegAnswer
@@ -95,7 +96,7 @@ def test_what_does_not_show_a_prompt_is_no_speed(fault: str) -> None:
         other = begin(fleet, engine, 9000, 0.1)
         note_closed(other, fleet.choice.outputs)
     elif fault == "another process":
-        engine.elsewhere = Counts(num_queued_tokens=500)
+        engine.elsewhere = EngineLoad(engine.key, num_queued_tokens=500)
     end_prompt(fleet, leg, answer, 1.0)
     assert engine.prefill_rate.value is None
 
@@ -187,18 +188,19 @@ def test_without_an_index_prompts_with_one_prefix_meet_at_one_engine() -> None:
         holder = prefix_holder(DECODE, RoutedRequest(0, key))
         assert found == {(holder, holder)}
         for engine in fleet.engines:  # Decode engines that have much to do hand over.
-            engine.elsewhere = Counts(in_flight=200) if engine.role == "decode" else Counts()
+            engine.elsewhere = EngineLoad(engine.key, in_flight=200 if engine.role == "decode" else 0)
         computed = {placed(fleet, RoutedRequest(turn, key, num_tokens=2000))[0] for turn in range(6)}
         assert computed == {prefix_holder(PREFILL, RoutedRequest(0, key))}
         for engine in fleet.engines:
-            engine.elsewhere = Counts()
+            engine.elsewhere = EngineLoad(engine.key)
 
 
 def test_without_an_index_a_queue_counts_more_than_a_prefix() -> None:
     fleet = new_fleet()
     request = RoutedRequest(0, b"a", num_tokens=2000)
     holder, _ = placed(fleet, request)
-    next(one for one in fleet.engines if one.url == holder).elsewhere = Counts(num_queued_tokens=1000)
+    engine = next(one for one in fleet.engines if one.url == holder)
+    engine.elsewhere = EngineLoad(engine.key, num_queued_tokens=1000)
     assert placed(fleet, request)[0] != holder
 
 

@@ -2,14 +2,14 @@
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.engine_card import EngineCard
 from baton.core.identity import KVIdentity
 from baton.router.fleet.breaker import Health, Status
 from baton.router.fleet.cost import TOKEN_S
-from baton.router.fleet.notes import Speeds
+from baton.router.fleet.notes import EngineLoad, Speeds
 from baton.router.fleet.outlier_detection import Answers
 from baton.router.values.identity import Identity, Kind, ModelCard, weights_of
 from baton.router.values.members import Member
@@ -18,20 +18,6 @@ from baton.router.values.settings import EngineKey, Role, without_credentials
 
 LEAST_LOAD_GAP = 3.0  # Two steps tell what one more answer adds if their running answers differ by this.
 SLOW_SHARE = 0.1  # Share of an engine that is much slower than its peers: enough to see it recover.
-
-
-class Counts(NamedTuple):
-    """Counts of one engine in the other processes of this router."""
-
-    in_flight: int = 0
-    num_requests: int = 0
-    num_failures: int = 0
-    num_heard: int = 0
-    num_queued_tokens: int = 0
-    speeds: Speeds | None = None  # Shown to operators.
-
-
-NOWHERE = Counts()
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +40,7 @@ class Engine:
         default_factory=lambda: Line(TOKEN_S, LEAST_LOAD_GAP), repr=False
     )  # Step time by the number of other answers.
     next_step_sample_s: float = 0.0
-    elsewhere: Counts = NOWHERE
+    elsewhere: EngineLoad = field(init=False)  # In the other processes of this router.
     lacks: dict[str, float] = field(
         default_factory=dict, repr=False
     )  # Paths, and until when; see `pass_through`.
@@ -87,6 +73,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.url = without_credentials(self.address)
+        self.elsewhere = EngineLoad(self.key)
 
     @property
     def key(self) -> EngineKey:

@@ -17,10 +17,10 @@ from typing import Any
 from baton.core.errors import ConfigError
 from baton.router.fleet.breaker import Health
 from baton.router.fleet.choice import EngineChoice
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.health import FleetHealth, give_up
 from baton.router.fleet.models import FleetModels
-from baton.router.fleet.notes import Note
+from baton.router.fleet.notes import EngineLoad, Note
 from baton.router.fleet.roster import ROLES, Roster
 from baton.router.values.members import Member
 from baton.router.values.settings import EngineKey, Role, RouterSettings, check_url
@@ -76,10 +76,10 @@ class Fleet:
         self._end_leave(engine)
         self.on_load()
 
-    def note_elsewhere(self, engine: Engine, counts: Counts) -> None:
-        if counts.num_heard > engine.elsewhere.num_heard:
+    def note_elsewhere(self, engine: Engine, load: EngineLoad) -> None:
+        if load.num_heard > engine.elsewhere.num_heard:
             engine.health.on_answer()
-        load_before, engine.elsewhere = engine.load, counts
+        load_before, engine.elsewhere = engine.load, load
         self._note_drained(engine, load_before)
         self._end_leave(engine)
 

@@ -89,11 +89,11 @@ class Speeds(msgspec.Struct, frozen=True, array_like=True):
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     engine: EngineKey
-    in_flight: int
-    num_requests: int  # Requests since the start of the process.
-    num_failures: int  # Failures since the start of the process.
-    num_heard: int  # Pieces of answers since the start of the process.
-    num_queued_tokens: int  # Prompt tokens that the engine has still to compute.
+    in_flight: int = 0
+    num_requests: int = 0  # Requests since the start of the process.
+    num_failures: int = 0  # Failures since the start of the process.
+    num_heard: int = 0  # Pieces of answers since the start of the process.
+    num_queued_tokens: int = 0  # Prompt tokens that the engine has still to compute.
     speeds: Speeds | None = None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from baton.router.fleet.breaker import Probe, ProbeKind
-from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.notes import (
     Drains,
     EngineLoad,
@@ -85,19 +85,11 @@ class Replica:
         named = {row.engine for row in rows}
         for known in self._fleet.engines:
             if known.key not in named:  # The other processes have removed it, and have no request there.
-                none = known.elsewhere._replace(in_flight=0, num_queued_tokens=0)
+                none = msgspec.structs.replace(known.elsewhere, in_flight=0, num_queued_tokens=0)
                 self._fleet.note_elsewhere(known, none)
         for row in rows:
             if (engine := self._fleet.find(row.engine)) is not None:
-                counts = Counts(
-                    row.in_flight,
-                    row.num_requests,
-                    row.num_failures,
-                    row.num_heard,
-                    row.num_queued_tokens,
-                    row.speeds,
-                )
-                self._fleet.note_elsewhere(engine, counts)
+                self._fleet.note_elsewhere(engine, row)
 
     def load(self, num_requests: int) -> Load:
         """The load of this process alone."""

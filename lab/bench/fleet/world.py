@@ -19,10 +19,10 @@ from baton.core.kv_events import KVCacheEvent
 from baton.router.fleet.admission import NO_OBJECTIVE, Admission, Objective, Ticket
 from baton.router.fleet.block_index import NO_MATCH, BlockIndex, Match, home_key, prefix_keys, root_key
 from baton.router.fleet.budget import RetryBudget
-from baton.router.fleet.engine import Counts
 from baton.router.fleet.engine import Engine as RoutedEngine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.hedge import Lateness
+from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.pairs import Pairs
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.request.answers import PROMPT_HEADER, LegAnswer
@@ -243,7 +243,8 @@ class World:
                 for name, engine in other.routed.items():
                     counts = [load[name] for load in loads]
                     in_flight, queued = (sum(column) for column in zip(*counts, strict=True))
-                    other.fleet.note_elsewhere(engine, Counts(in_flight, num_queued_tokens=queued))
+                    load = EngineLoad(engine.key, in_flight, num_queued_tokens=queued)
+                    other.fleet.note_elsewhere(engine, load)
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (when_s, next(self._numbers), action))
