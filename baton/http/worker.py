@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from baton.core.errors import UserError
-from baton.http.workers import HEADER_BYTES, Answer, receive_exactly
+from baton.http.workers import HEADER_BYTES, JobResult, receive_exactly
 
 MEMORY_BYTES = 1 << 30  # Far above a chat of the largest size; far below what a host has.
 _PR_SET_PDEATHSIG = 1
@@ -59,10 +59,10 @@ def _answer(payload: bytes) -> bytes:
             value = function(*arguments)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        return msgspec.msgpack.encode(Answer("value", value))
+        return msgspec.msgpack.encode(JobResult("value", value))
     except UserError as error:
-        return msgspec.msgpack.encode(Answer("user", error.problem, error.field))
+        return msgspec.msgpack.encode(JobResult("user", error.problem, error.field))
     except MemoryError:
-        return msgspec.msgpack.encode(Answer("memory", None))
+        return msgspec.msgpack.encode(JobResult("memory", None))
     except Exception as error:
-        return msgspec.msgpack.encode(Answer("failed", f"{type(error).__name__}: {error}"[:1000]))
+        return msgspec.msgpack.encode(JobResult("failed", f"{type(error).__name__}: {error}"[:1000]))

@@ -48,7 +48,7 @@ class Job(NamedTuple):
     processor_s: float
 
 
-class Answer(msgspec.Struct, array_like=True):
+class JobResult(msgspec.Struct, array_like=True):
     kind: str  # value, user, memory or failed.
     value: Any
     field: str | None = None
@@ -91,7 +91,7 @@ class _Worker:
             self._stream.settimeout(job.processor_s + extra_s)
             self._stream.sendall(len(payload).to_bytes(HEADER_BYTES, "little") + payload)
             length = int.from_bytes(receive_exactly(self._stream, HEADER_BYTES), "little")
-            answer = msgspec.msgpack.decode(receive_exactly(self._stream, length), type=Answer)
+            answer = msgspec.msgpack.decode(receive_exactly(self._stream, length), type=JobResult)
         except TimeoutError:
             self.end()
             raise WorkerTimeout(f"took more than {job.processor_s:g} s") from None

@@ -12,9 +12,10 @@ from baton.http.settings import HttpSettings
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.introductions import Answer
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.members.probes import Prober
-from baton.router.shell.asking import Answer, Asker
+from baton.router.shell.asking import Asker
 from baton.router.values.errors import LegFailure
 from baton.router.values.settings import LegTimeouts, ProbeSettings, RouterSettings
 from tests.router.fakes import (

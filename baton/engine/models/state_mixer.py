@@ -32,7 +32,7 @@ from baton.engine.states import state_metadata, state_views
 CHUNK = 64  # Tokens of a chunk of a prompt. 32 to 128 are equally fast for a prompt of 500 on one core.
 
 
-class Prompt(NamedTuple):
+class PromptSlice(NamedTuple):
     """A request with several tokens in the step."""
 
     request: int
@@ -49,7 +49,7 @@ class StatePlan:
     has_singles: bool
     singles: torch.Tensor | slice  # Requests with one token.
     single_tokens: torch.Tensor | slice  # The tokens of `singles`.
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptSlice, ...]
 
 
 def plan_states(metadata: AttentionMetadata, device: torch.device) -> StatePlan:
@@ -66,7 +66,7 @@ def plan_states(metadata: AttentionMetadata, device: torch.device) -> StatePlan:
         singles=torch.from_numpy(singles).to(device) if has_prompts else slice(None),
         single_tokens=torch.from_numpy(starts[singles]).to(device) if has_prompts else slice(None),
         prompts=tuple(
-            Prompt(int(request), slice(int(starts[request]), int(starts[request + 1])))
+            PromptSlice(int(request), slice(int(starts[request]), int(starts[request + 1])))
             for request in np.flatnonzero(counts > 1)
         ),
     )

@@ -41,7 +41,11 @@ class Question(NamedTuple):
     body: Any = None
 
 
-Answer: TypeAlias = tuple[int, bytes]  # Status and body.
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+
+
 Dialogue: TypeAlias = Generator[Question, Answer, Introduced | None]
 
 

@@ -3,21 +3,17 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from baton.core.errors import BatonError
+from baton.router.fleet.introductions import Answer
 from baton.router.shell.engine_http import EnginePool, Origin, header_lines, origin_of, request_bytes
 from baton.router.values.settings import without_credentials
 
 MAX_ANSWER_BYTES = 1 << 20  # An introduction has a few KiB; a list of models with many adapters has more.
-
-
-class Answer(NamedTuple):
-    status: int
-    body: bytes
 
 
 class AskFailed(BatonError):

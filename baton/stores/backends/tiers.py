@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Generic[T]):
+class ReadValue(Generic[T]):
     proven: T
     nbytes: int
     store: int  # Index of the store that had the value.
@@ -120,7 +120,7 @@ class Tiers:
         *,
         part: slice | None = None,
         only: int | None = None,
-    ) -> Read[T]:
+    ) -> ReadValue[T]:
         """Reads from the first store that has the value and whose copy is proven.
 
         `prove` gets the value, or this part of it, inside `into`, and raises Unusable. An unusable copy is
@@ -140,7 +140,7 @@ class Tiers:
                 else:
                     nbytes = part.stop - part.start
                     store.read_part(name, into, part.start, nbytes)
-                return Read(prove(into[:nbytes]), nbytes, index)
+                return ReadValue(prove(into[:nbytes]), nbytes, index)
             except Unusable as error:
                 if error.reason == "io":
                     self._skip(index, error)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.stores.backends.tiers import Read, Tiers
+from baton.stores.backends.tiers import ReadValue, Tiers
 from baton.stores.base.aligned import AlignedMemory
 from baton.stores.base.store import Unusable
 from baton.stores.chunks.chunk import SealedHeader, header_nbytes, sections_of
@@ -49,7 +49,7 @@ class SectionReader:
         self._ends = ends
         self._opened: list[_Opened] = []  # The first one counts.
 
-    def read(self, section: int, memory: AlignedMemory) -> Read[memoryview]:
+    def read(self, section: int, memory: AlignedMemory) -> ReadValue[memoryview]:
         """The proven section, in this thread's memory. Raises Unusable."""
         place = self._places[section]
         if not self._opened:
@@ -73,7 +73,7 @@ class SectionReader:
         part = slice(opened.nbytes + place.start, opened.nbytes + place.stop)
         return self._tiers.read(opened.name, into, prove, part=part, only=opened.store)
 
-    def _open(self, section: int, memory: AlignedMemory) -> tuple[_Opened, Read[memoryview] | None]:
+    def _open(self, section: int, memory: AlignedMemory) -> tuple[_Opened, ReadValue[memoryview] | None]:
         """The header, and with it the first section if that is the one."""
         fault = Unusable("gone")
         for name, key in self._names:
@@ -96,7 +96,7 @@ class SectionReader:
                     fault = error
                 continue
             opened = _Opened(str(name), read.store, nbytes, read.proven)
-            body = Read(into[nbytes : nbytes + more], read.nbytes, read.store) if section == 0 else None
+            body = ReadValue(into[nbytes : nbytes + more], read.nbytes, read.store) if section == 0 else None
             return opened, body
         raise fault
 

@@ -30,7 +30,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from baton.stores.backends.tiers import Read, Tiers
+from baton.stores.backends.tiers import ReadValue, Tiers
 from baton.stores.base.aligned import AlignedMemory, AlignedPool
 from baton.stores.base.chunk_name import ChunkName
 from baton.stores.base.store import Unusable
@@ -365,13 +365,13 @@ class Transfers(Generic[C]):
             if copy is not None:
                 self.store(None, [copy], below=store)
 
-    def _read_section(self, form: Form, sections: dict[ChunkName, SectionReader]) -> Read[memoryview]:
+    def _read_section(self, form: Form, sections: dict[ChunkName, SectionReader]) -> ReadValue[memoryview]:
         """Reads and proves one section of a chunk, in this thread's memory. Raises Unusable."""
         assert form.section is not None
         new = SectionReader(self._tiers, form.names, form.entries, form.ends)
         return sections.setdefault(form.names[0][0], new).read(form.section, self._memory)
 
-    def _read(self, form: Form) -> Read[memoryview]:
+    def _read(self, form: Form) -> ReadValue[memoryview]:
         """Reads and proves a chunk, in this thread's memory. Raises Unusable."""
         memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
         fault = Unusable("gone")

@@ -24,7 +24,7 @@ REMOTE_PREFILL = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
 @dataclass(slots=True)
-class Leg:
+class Handoff:
     """A request whose prompt P computes and whose answer D generates."""
 
     number: int
@@ -43,7 +43,7 @@ class World:
         self._mark = site.new_mark()
         self._num_asked = self._num_updates = 0
         self._prompts: list[tuple[list[int], str | None]] = []  # Prompts asked so far, with their salts.
-        self._legs: list[Leg] = []
+        self._handoffs: list[Handoff] = []
         self._threads = running_threads()
         story.record_line(
             f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
@@ -92,8 +92,8 @@ class World:
         if self.pairing == "none":
             self.last.ask(f"r{number}", prompt, max_tokens=max_tokens, salt=salt)
             return
-        leg = Leg(number, prompt, max_tokens, salt)
-        self._legs.append(leg)
+        handoff = Handoff(number, prompt, max_tokens, salt)
+        self._handoffs.append(handoff)
         transfer_id = f"t{number}"
         producer = self.engines[0]
         params: dict[str, Any] = {**REMOTE_DECODE, "transfer_id": transfer_id}
@@ -103,7 +103,7 @@ class World:
         producer.ask(f"p{number}", prompt, max_tokens=1, salt=salt, params=params)
         if self.pairing == "push":
             known = {"remote_engine_id": producer.name, "baton_introduction": producer.half.introduction()}
-            self._ask_decode(leg, {**REMOTE_PREFILL, "transfer_id": transfer_id, **known, **continues})
+            self._ask_decode(handoff, {**REMOTE_PREFILL, "transfer_id": transfer_id, **known, **continues})
 
     def ask_again(self, index: int, max_tokens: int) -> None:
         """Repeat an earlier request after the engines' caches were reset; the connector may still have its
@@ -131,28 +131,28 @@ class World:
 
     def replay(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
         """Send params that P gave for one prompt with another prompt, or again with the same."""
-        legs = [leg for leg in self._legs if leg.params is not None]
-        if not legs:
+        handoffs = [handoff for handoff in self._handoffs if handoff.params is not None]
+        if not handoffs:
             return
-        leg = legs[index % len(legs)]
+        handoff = handoffs[index % len(handoffs)]
         prompt = self._marked(prompt)
         self._num_asked += 1
         self.last.ask(
             f"d{self._num_asked}",
             prompt,
             max_tokens=max_tokens,
-            salt=leg.salt,
-            params=dict(leg.params or {}),
-            made_for=leg.prompt if prompt != leg.prompt else (),
+            salt=handoff.salt,
+            params=dict(handoff.params or {}),
+            made_for=handoff.prompt if prompt != handoff.prompt else (),
         )
 
     def lose_ticket(self, index: int) -> None:
         """Drop P's answer, so that D is never asked."""
-        legs = [leg for leg in self._legs if not leg.is_over]
-        if legs:
-            leg = legs[index % len(legs)]
-            self.story.record_line(f"D is never asked for p{leg.number}")
-            leg.is_over = True
+        handoffs = [handoff for handoff in self._handoffs if not handoff.is_over]
+        if handoffs:
+            handoff = handoffs[index % len(handoffs)]
+            self.story.record_line(f"D is never asked for p{handoff.number}")
+            handoff.is_over = True
 
     def abort(self, index: int) -> None:
         open_ids = [(engine, request_id) for engine in self.engines for request_id in engine.open_ids]
@@ -225,20 +225,20 @@ class World:
 
     def _hand_over(self) -> bool:
         moved = False
-        for leg in self._legs:
-            answer = self.engines[0].answers[f"p{leg.number}"]
-            if answer.last is None or (leg.is_over and leg.params is not None):
+        for handoff in self._handoffs:
+            answer = self.engines[0].answers[f"p{handoff.number}"]
+            if answer.last is None or (handoff.is_over and handoff.params is not None):
                 continue
-            if leg.params is None:
-                leg.params = answer.last.kv_transfer_params
-            if not leg.is_over:
-                self._ask_decode(leg, dict(leg.params) if leg.params is not None else None)
+            if handoff.params is None:
+                handoff.params = answer.last.kv_transfer_params
+            if not handoff.is_over:
+                self._ask_decode(handoff, dict(handoff.params) if handoff.params is not None else None)
                 moved = True
         return moved
 
-    def _ask_decode(self, leg: Leg, params: dict[str, Any] | None) -> None:
-        leg.is_over = True
-        self.last.ask(f"d{leg.number}", leg.prompt, max_tokens=leg.max_tokens, salt=leg.salt, params=params)
+    def _ask_decode(self, one: Handoff, params: dict[str, Any] | None) -> None:
+        one.is_over = True
+        self.last.ask(f"d{one.number}", one.prompt, max_tokens=one.max_tokens, salt=one.salt, params=params)
 
     # --- Rest --------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class World:
 
     def _is_at_rest(self) -> bool:
         return all(engine.is_at_rest for engine in self.engines) and all(
-            leg.is_over or self.engines[0].answers[f"p{leg.number}"].last is None for leg in self._legs
+            one.is_over or self.engines[0].answers[f"p{one.number}"].last is None for one in self._handoffs
         )
 
     def _report_hangs(self) -> None:

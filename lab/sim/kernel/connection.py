@@ -1,7 +1,7 @@
 """Model of one data connection: what its ends prove to each other, and what a wire does to its messages.
 
-    reader: ask(wanted)   -- Request(counter, wanted, mac) -->    owner: serves? then reads its memory
-    reader: accepts?      <-- Answer(counter, payload, mac) --    owner: answer(request, payload)
+    reader: ask(wanted)   -- DataRequest(counter, wanted, mac) -->    owner: serves? then reads its memory
+    reader: accepts?      <-- DataAnswer(counter, payload, mac) --    owner: answer(request, payload)
 
 A MAC is perfect in this model: it is the tuple of all that it covers, with the key of the session. The wire
 can copy a MAC; it cannot make one. A message that does not verify ends the connection, and its read fails.
@@ -25,13 +25,13 @@ class Checks(NamedTuple):
     counters: bool = True  # MACs cover the counter, and each end compares it.
 
 
-class Request(NamedTuple):
+class DataRequest(NamedTuple):
     counter: int
     wanted: tuple[Any, ...]  # Addresses and lengths.
     mac: Hashable
 
 
-class Answer(NamedTuple):
+class DataAnswer(NamedTuple):
     counter: int
     payload: Any
     mac: Hashable
@@ -51,16 +51,16 @@ class Connection:
     _num_asked: int = 0
     _asked: set[tuple[Any, ...]] = field(default_factory=set)
     _served: set[int] = field(default_factory=set)
-    _tape: deque[tuple[Request, Answer]] = field(default_factory=lambda: deque(maxlen=NUM_TAPED))
+    _tape: deque[tuple[DataRequest, DataAnswer]] = field(default_factory=lambda: deque(maxlen=NUM_TAPED))
 
     # --- The two ends -----------------------------------------------------------------------------
 
-    def ask(self, wanted: tuple[Any, ...]) -> Request:
+    def ask(self, wanted: tuple[Any, ...]) -> DataRequest:
         self._num_asked += 1
         self._asked.add(wanted)
-        return Request(self._num_asked, wanted, self._mac("ask", self._num_asked, wanted))
+        return DataRequest(self._num_asked, wanted, self._mac("ask", self._num_asked, wanted))
 
-    def serves(self, request: Request) -> bool:
+    def serves(self, request: DataRequest) -> bool:
         """Whether the owner believes that its reader made this request, and made it once."""
         checks = self.checks
         if checks.requests and request.mac != self._mac("ask", request.counter, request.wanted):
@@ -72,14 +72,14 @@ class Connection:
             self.num_false_serves += 1
         return True
 
-    def answer(self, request: Request, payload: Any) -> Answer:
-        answer = Answer(
+    def answer(self, request: DataRequest, payload: Any) -> DataAnswer:
+        answer = DataAnswer(
             request.counter, payload, self._mac_of_answer(request.counter, request.wanted, payload)
         )
         self._tape.append((request, answer))
         return answer
 
-    def accepts(self, asked: Request, answer: Answer) -> bool:
+    def accepts(self, asked: DataRequest, answer: DataAnswer) -> bool:
         """Whether the reader takes the payload for what it asked for."""
         if self.checks.counters and answer.counter != asked.counter:
             return False
@@ -96,8 +96,8 @@ class Connection:
     # --- The wire ---------------------------------------------------------------------------------
 
     def bend_request(
-        self, rng: random.Random, request: Request, flip: Callable[[Any], Any]
-    ) -> tuple[str, Request]:
+        self, rng: random.Random, request: DataRequest, flip: Callable[[Any], Any]
+    ) -> tuple[str, DataRequest]:
         """What was done to the request, and what arrives at the owner. `flip` alters a wanted range."""
         wanted = request.wanted
         older = [taped for taped, _ in self._tape if taped.wanted != wanted]
@@ -114,8 +114,8 @@ class Connection:
                 return "request flipped", request._replace(wanted=bent)
 
     def bend_answer(
-        self, rng: random.Random, request: Request, answer: Answer, flip: Callable[[Any], Any]
-    ) -> tuple[str, Answer]:
+        self, rng: random.Random, request: DataRequest, answer: DataAnswer, flip: Callable[[Any], Any]
+    ) -> tuple[str, DataAnswer]:
         """What was done to the answer, and what arrives at the reader. `flip` alters the payload.
 
         An answer that was taped has the counter of its own request, or is renumbered to fit.
@@ -132,14 +132,14 @@ class Connection:
             case _:
                 return "answer flipped", answer._replace(payload=flip(answer.payload))
 
-    def can_replay(self, request: Request, answer: Answer) -> bool:
+    def can_replay(self, request: DataRequest, answer: DataAnswer) -> bool:
         """Whether the wire has an older answer to an equal request, with other contents."""
         return bool(self._alike(request, answer.payload))
 
-    def _alike(self, request: Request, payload: Any) -> list[Answer]:
+    def _alike(self, request: DataRequest, payload: Any) -> list[DataAnswer]:
         return [old for taped, old in self._tape if taped.wanted == request.wanted and old.payload != payload]
 
-    def _renumbered(self, rng: random.Random, old: Answer, answer: Answer) -> Answer:
+    def _renumbered(self, rng: random.Random, old: DataAnswer, answer: DataAnswer) -> DataAnswer:
         return old._replace(counter=answer.counter) if rng.random() < 0.5 else old
 
 
