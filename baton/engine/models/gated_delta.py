@@ -64,12 +64,6 @@ class GatedDeltaMixer(StateMixer):
         self.a_log, self.step_bias = (
             empty_parameter(self._heads, dtype=torch.float32, device=device) for _ in range(2)
         )
-        self._decay_H = torch.empty(0)
-
-    def seal(self) -> None:
-        super().seal()
-        self.input.seal()
-        self._decay_H = -self.a_log.exp()
 
     def _project(self, hidden: torch.Tensor) -> Projected:
         inputs_TC, gate_TI, rate_TH, steps_TH = self.input(hidden).split_with_sizes(

@@ -68,12 +68,6 @@ class Mamba2Mixer(StateMixer):
         self.a_log, self.skip, self.step_bias = (
             empty_parameter(self._heads, dtype=torch.float32, device=device) for _ in range(3)
         )
-        self._decay_H = torch.empty(0)
-
-    def seal(self) -> None:
-        super().seal()
-        self.input.seal()
-        self._decay_H = -self.a_log.exp()
 
     def _project(self, hidden: torch.Tensor) -> Projected:
         inner = self._heads * self.state.head_dim

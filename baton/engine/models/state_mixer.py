@@ -25,7 +25,7 @@ from baton.core.kv_groups import layer_name
 from baton.core.states import StatePart, place_parts
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.kinds import Kind, StepOfKind
-from baton.engine.models.layers import RowParallelLinear, empty_parameter
+from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_parameter
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.states import state_metadata, state_views
 
@@ -84,7 +84,9 @@ class Projected(NamedTuple):
 class StateMixer(nn.Module, ABC):
     """Called as `Attention` is: the caller applies `output` to the result, possibly not to every token."""
 
+    input: PackedLinear
     output: RowParallelLinear
+    a_log: torch.Tensor
 
     def __init__(
         self,
@@ -109,11 +111,14 @@ class StateMixer(nn.Module, ABC):
         self.conv_bias = empty_parameter(total, dtype=dtype, device=device) if conv_bias else None
         self._kernel_KC = torch.empty(0)
         self._bias_C: torch.Tensor | None = None
+        self._decay_H = torch.empty(0)
 
     def seal(self) -> None:
         """See `Decoder.seal`."""
         self._kernel_KC = self.conv.squeeze(1).t().float().contiguous()
         self._bias_C = None if self.conv_bias is None else self.conv_bias.float()
+        self._decay_H = -self.a_log.exp()
+        self.input.seal()
         self.output.seal()
 
     def forward(

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from baton.router.values.settings import Role
+from baton.router.values.settings import EngineKey, Role
 
 Kind: TypeAlias = Literal[
     "added",
@@ -29,7 +29,6 @@ Kind: TypeAlias = Literal[
     "broken_stream",
     "refusal",  # The router has refused a request.
 ]
-EngineKey: TypeAlias = tuple[Role, str]
 
 EVENTS_MAX = 512
 JOIN_S = 10.0

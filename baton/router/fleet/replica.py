@@ -46,10 +46,10 @@ class Replica:
                 fleet.join(member, now_s)
             case Load(num_requests, rows):
                 self._learn_load(num_requests, rows)
-            case Handoff(producer_key, consumer_key, outcome, num_loaded, took_s):
+            case Handoff(producer_key, consumer_key):
                 producer, consumer = find(producer_key), find(consumer_key)
                 if producer is not None and consumer is not None:
-                    self._view.learn_handoff(producer, consumer, outcome, now_s, num_loaded, took_s)
+                    self._view.learn_handoff(producer, consumer, note, now_s)
             case TurnKept(session, key, params, kv_identity):
                 keeper = find(key)
                 turn = None if keeper is None else Turn(keeper, params, kv_identity)

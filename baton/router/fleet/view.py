@@ -136,21 +136,15 @@ class FleetView:
 
         `num_loaded`: tokens that D has loaded, in `took_s`; 0: there is no sample.
         """
-        self.learn_handoff(producer, consumer, outcome, now_s, num_loaded, took_s)
-        self.fleet.tell(Handoff(producer.key, consumer.key, outcome, num_loaded, took_s))
+        handoff = Handoff(producer.key, consumer.key, outcome, num_loaded, took_s)
+        self.learn_handoff(producer, consumer, handoff, now_s)
+        self.fleet.tell(handoff)
 
-    def learn_handoff(
-        self,
-        producer: Engine,
-        consumer: Engine,
-        outcome: Outcome,
-        now_s: float,
-        num_loaded: int = 0,
-        took_s: float = 0.0,
-    ) -> None:
+    def learn_handoff(self, producer: Engine, consumer: Engine, handoff: Handoff, now_s: float) -> None:
         """Learn from a handoff of this process, or of another process of this router."""
-        if num_loaded:
-            self.pairs.note_load(producer, consumer, num_loaded, took_s)
+        outcome = handoff.outcome
+        if handoff.num_loaded:
+            self.pairs.note_load(producer, consumer, handoff.num_loaded, handoff.took_s)
         if outcome == "handed_over":
             self.pairs.note_handed_over(producer, consumer)
             return
