@@ -1,4 +1,4 @@
-"""Timeline of one request: a frozen value made from the events and effects of its machine. Pure.
+"""Timeline of one request, which the events and effects of its machine fill in. Pure.
 
     events and effects --> Recorder --> RequestTimeline --> GET /requests, access log, spans, metrics
 
@@ -32,50 +32,42 @@ class Mark(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class LegTimeline(msgspec.Struct, frozen=True):
+class LegTimeline(msgspec.Struct):
     """A request to one engine. None for a time: it has not come yet."""
 
     role: Role
     engine: str  # URL, without credentials.
     sent_s: float
-    answered_s: float | None  # The whole answer is there, or the first piece of the stream.
-    ended_s: float | None
-    outcome: str  # Label in `baton:router_legs`; empty while the leg runs.
+    answered_s: float | None = None  # The whole answer is there, or the first piece of the stream.
+    ended_s: float | None = None
+    outcome: str = ""  # Label in `baton:router_legs`; empty while the leg runs.
     prompt_tokens: int | None = None  # None here and below: the engine does not report it.
     cached_tokens: int | None = None  # Prompt tokens that were in this engine's cache.
     loaded_tokens: int | None = None  # Prompt tokens that it loaded from another engine.
     span_id: str = ""  # Id of the leg's span; empty: the request is not sampled.
 
 
-class RequestTimeline(msgspec.Struct, frozen=True):
+class RequestTimeline(msgspec.Struct, kw_only=True):
+    """It changes until the request has ended."""
+
     id: str
     method: str
     path: str
-    model: str  # Name in the client's request.
-    is_stream: bool
+    model: str = ""  # Name in the client's request.
+    is_stream: bool = False
     arrived_at_s: float  # Seconds since 1970.
-    status: int | None  # Status that the client got; 499: it went away; None: the request runs.
-    prefill: str  # Where the prompt was computed: remote, local; empty: nowhere.
-    reason: str  # Why local; see `baton:router_prefills`.
-    prompt_tokens: int | None  # None: no engine has reported them.
-    output_tokens: int | None
-    admitted_s: float | None  # When it left the router's queue; None: it did not wait there.
-    first_byte_s: float | None
-    last_byte_s: float | None
-    ended_s: float  # The present time for a request that runs.
-    legs: tuple[LegTimeline, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    status: int | None = None  # Status that the client got; 499: it went away; None: the request runs.
+    prefill: str = ""  # Where the prompt was computed: remote, local; empty: nowhere.
+    reason: str = ""  # Why local; see `baton:router_prefills`.
+    prompt_tokens: int | None = None  # None: no engine has reported them.
+    output_tokens: int | None = None
+    admitted_s: float | None = None  # When it left the router's queue; None: it did not wait there.
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    ended_s: float = 0.0  # The present time for a request that runs.
+    legs: list[LegTimeline] = []
+    marks: list[Mark] = []
     span: SpanRef | None = None  # Span of this request; None: it is not sampled.
-
-
-class _LegTimes:
-    __slots__ = ("answered_s", "counts", "ended_s", "leg", "sent_s", "span_id")
-
-    def __init__(self, leg: Leg, sent_s: float, span_id: str) -> None:
-        self.leg, self.sent_s, self.span_id = leg, sent_s, span_id
-        self.answered_s: float | None = None
-        self.ended_s: float | None = None
-        self.counts: tuple[int, int, int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -100,112 +92,87 @@ class Recorder:
         span: SpanRef | None,
     ) -> None:
         """`span`: the span of the request; None: it is not traced."""
-        self.request_id, self._method, self._path = request_id, method, path
-        self._received_at_s, self._arrived_at_s = received_at_s, arrived_at_s
-        self.span = span
-        self._model, self._is_stream = "", False
-        self._legs: dict[Leg, _LegTimes] = {}
-        self._marks: list[Mark] = []
-        self._prefill = self._reason = ""
-        self._admitted_s: float | None = None
-        self._first_byte_s: float | None = None
-        self._last_byte_s = 0.0
+        self.request_id, self.span = request_id, span
+        self._received_at_s = received_at_s
+        self._is_sampled = span is not None and span.is_sampled
+        self._timeline = RequestTimeline(
+            id=request_id,
+            method=method,
+            path=path,
+            arrived_at_s=arrived_at_s,
+            span=span if self._is_sampled else None,
+        )
+        self._legs: dict[Leg, LegTimeline] = {}
         self.gaps_s: list[float] = []  # Seconds between pieces of the answer that no metric has yet.
-        self._output_tokens: int | None = None
 
     def asked(self, body: dict[str, Any]) -> None:
         """Note what the client asks for."""
         model = body.get("model")
-        self._model = model[:MODEL_CHARS_MAX] if isinstance(model, str) else ""
-        self._is_stream = body.get("stream") is True
+        self._timeline.model = model[:MODEL_CHARS_MAX] if isinstance(model, str) else ""
+        self._timeline.is_stream = body.get("stream") is True
 
     def leg_sent(self, leg: Leg, now_s: float) -> SpanRef | None:
         """Return the span of the leg, if the request is sampled."""
-        span = self.span.child() if self.span is not None and self.span.is_sampled else None
+        span = self.span.child() if self.span is not None and self._is_sampled else None
         span_id = "" if span is None else span.span_id
-        self._legs[leg] = _LegTimes(leg, now_s - self._received_at_s, span_id)
+        one = LegTimeline(leg.role, leg.engine.url, now_s - self._received_at_s, span_id=span_id)
+        self._legs[leg] = one
+        self._timeline.legs.append(one)
         return span
 
     def leg_answered(self, leg: Leg, answer: LegAnswer, now_s: float) -> None:
-        if (times := self._legs.get(leg)) is None:
+        if (one := self._legs.get(leg)) is None:
             return
-        times.answered_s = now_s - self._received_at_s
+        one.answered_s = now_s - self._received_at_s
         if answer.status == 200:
-            times.counts = prompt_counts(answer)
+            if (counts := prompt_counts(answer)) is not None:
+                one.prompt_tokens, one.cached_tokens, one.loaded_tokens = counts
             if leg.role == "decode" and not answer.is_stream:
-                self._output_tokens = _completion_tokens(answer.body)
+                self._timeline.output_tokens = _completion_tokens(answer.body)
 
     def leg_ended(self, leg: Leg, now_s: float) -> None:
-        if (times := self._legs.get(leg)) is not None:
-            times.ended_s = now_s - self._received_at_s
+        if (one := self._legs.get(leg)) is not None:
+            one.ended_s = now_s - self._received_at_s
+            one.outcome = leg.outcome
 
     def sent(self, now_s: float) -> None:
         """Note that a piece of the answer went to the client."""
-        at_s = now_s - self._received_at_s
-        if self._first_byte_s is None:
-            self._first_byte_s = at_s
+        timeline, at_s = self._timeline, now_s - self._received_at_s
+        if timeline.last_byte_s is None:
+            timeline.first_byte_s = at_s
         else:
-            self.gaps_s.append(at_s - self._last_byte_s)
-        self._last_byte_s = at_s
+            self.gaps_s.append(at_s - timeline.last_byte_s)
+        timeline.last_byte_s = at_s
 
     def counted(self, count: Count, now_s: float) -> None:
         if count.metric == "prefills":
-            self._prefill, self._reason = count.labels
+            self._timeline.prefill, self._timeline.reason = count.labels
         elif count.metric not in _NOT_MARKED:
             self.mark(count.metric, " ".join(count.labels), now_s)
             if count.labels == ("after_waiting",):
-                self._admitted_s = now_s - self._received_at_s
+                self._timeline.admitted_s = now_s - self._received_at_s
 
     def mark(self, name: str, detail: str, now_s: float) -> None:
-        if len(self._marks) < MARKS_MAX:
-            self._marks.append(Mark(now_s - self._received_at_s, name, detail))
+        if len(self._timeline.marks) < MARKS_MAX:
+            self._timeline.marks.append(Mark(now_s - self._received_at_s, name, detail))
 
     def streamed(self, num_tokens: int | None) -> None:
         """Note the tokens of a stream. None: there was no stream."""
         if num_tokens is not None:
-            self._output_tokens = num_tokens
+            self._timeline.output_tokens = num_tokens
 
     def timeline(self, status: int | None, now_s: float) -> RequestTimeline:
         """The timeline up to now. `status`: None while the request runs."""
-        legs = tuple(_leg_timeline(times, is_running=status is None) for times in self._legs.values())
-        prompts = [leg.prompt_tokens for leg in legs if leg.prompt_tokens is not None]
-        is_sampled = self.span is not None and self.span.is_sampled
-        return RequestTimeline(
-            id=self.request_id,
-            method=self._method,
-            path=self._path,
-            model=self._model,
-            is_stream=self._is_stream,
-            arrived_at_s=self._arrived_at_s,
-            status=status,
-            prefill=self._prefill,
-            reason=self._reason,
-            prompt_tokens=prompts[-1] if prompts else None,
-            output_tokens=self._output_tokens if self._first_byte_s is not None else None,
-            admitted_s=self._admitted_s,
-            first_byte_s=self._first_byte_s,
-            last_byte_s=self._last_byte_s if self._first_byte_s is not None else None,
-            ended_s=now_s - self._received_at_s,
-            legs=legs,
-            marks=tuple(self._marks),
-            span=self.span if is_sampled else None,
-        )
-
-
-def _leg_timeline(times: _LegTimes, *, is_running: bool) -> LegTimeline:
-    leg, counts = times.leg, times.counts or (None, None, None)
-    return LegTimeline(
-        leg.role,
-        leg.engine.url,
-        times.sent_s,
-        times.answered_s,
-        times.ended_s,
-        "" if is_running and times.ended_s is None else leg.outcome,
-        prompt_tokens=counts[0],
-        cached_tokens=counts[1],
-        loaded_tokens=counts[2],
-        span_id=times.span_id,
-    )
+        timeline = self._timeline
+        timeline.status, timeline.ended_s = status, now_s - self._received_at_s
+        for leg, one in self._legs.items():
+            if status is not None:
+                one.outcome = leg.outcome
+            if one.prompt_tokens is not None:
+                timeline.prompt_tokens = one.prompt_tokens
+        if timeline.first_byte_s is None:
+            timeline.output_tokens = None
+        return timeline
 
 
 def _completion_tokens(body: bytes) -> int | None:
