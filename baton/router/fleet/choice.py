@@ -18,13 +18,13 @@ from baton.router.fleet.cost import (
     EXPECTED_OUTPUT,
     IDLE,
     LEND_S,
-    LOAD_TOKENS_PER_S,
     PREFILL_TOKENS_PER_S,
     TOKEN_S,
     Candidate,
     Placement,
     placements,
     tier_s,
+    usual_load_s,
 )
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.models import FleetModels
@@ -58,10 +58,6 @@ LoadSeconds: TypeAlias = Callable[[Engine, Engine, int], float]  # P, D, tokens.
 
 def _is_alike(value: float, usual: float) -> bool:
     return usual / ALIKE <= value <= usual * ALIKE
-
-
-def usual_load_s(producer: Engine, consumer: Engine, num_tokens: int) -> float:
-    return num_tokens / LOAD_TOKENS_PER_S
 
 
 class Loan(NamedTuple):

@@ -71,7 +71,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 LoadTime: TypeAlias = Callable[[int, int, int], float]  # Maps indices of P and D, and tokens, to seconds.
 
 
-def usual_load_s(producer: int, consumer: int, num_tokens: int) -> float:
+def usual_load_s(producer: object, consumer: object, num_tokens: int) -> float:
     return num_tokens / LOAD_TOKENS_PER_S
 
 

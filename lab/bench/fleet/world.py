@@ -16,15 +16,15 @@ from math import inf
 from pathlib import Path
 
 from baton.core.kv_events import KVCacheEvent
-from baton.router.fleet.admission import NO_OBJECTIVE, Admission, Objective, Ticket
+from baton.router.fleet.admission import NO_OBJECTIVE, Objective, Ticket
 from baton.router.fleet.block_index import NO_MATCH, BlockIndex, Match, home_key, prefix_keys, root_key
-from baton.router.fleet.budget import RetryBudget
 from baton.router.fleet.engine import Engine as RoutedEngine
 from baton.router.fleet.fleet import Fleet
-from baton.router.fleet.hedge import Lateness
-from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.pairs import Pairs
 from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.replica import Replica, sum_of
+from baton.router.fleet.turns import TurnTable
+from baton.router.fleet.view import FleetView
 from baton.router.request.answers import PROMPT_HEADER, LegAnswer
 from baton.router.request.events import Admitted, Event, Leg, tell_ended
 from baton.router.request.learning import (
@@ -127,7 +127,7 @@ def answer(total: int, local: int, transferred: int) -> LegAnswer:
     return LegAnswer(200, {PROMPT_HEADER: counts}, b"", is_stream=True)
 
 
-class Router:
+class Router(FleetView):
     """What one router knows of the engines."""
 
     def __init__(
@@ -144,19 +144,13 @@ class Router:
             policy=policy,
             admission=admission,
         )
-        self.fleet, self.pairs = Fleet(settings), Pairs()
-        self.admission = None if admission is None else Admission(admission, self.fleet.choice.capacity)
-        self.retries, self.lateness = RetryBudget(), Lateness()
+        super().__init__(settings, Fleet(settings), Pairs(), TurnTable(lambda engine, params: None))
+        self.replica = Replica(self)
         engines = {engine.url: engine for engine in self.fleet.engines}
         self.routed: dict[str, RoutedEngine] = {
             name: engines[url_of(name)] for name in (*producers, *consumers)
         }
         self.is_load_due = self.is_pump_due = False
-
-    @property
-    def own_load(self) -> Mapping[str, tuple[int, int]]:
-        """Requests, and tokens of prompts still to compute, by engine."""
-        return {name: (one.in_flight, one.num_queued_tokens) for name, one in self.routed.items()}
 
 
 @dataclass(frozen=True)
@@ -238,13 +232,9 @@ class World:
     def _share(self, router: Router) -> None:
         router.is_load_due = False
         for other in self._routers:
-            loads = [one.own_load for one in self._routers if one is not other]
             if router is not other:
-                for name, engine in other.routed.items():
-                    counts = [load[name] for load in loads]
-                    in_flight, queued = (sum(column) for column in zip(*counts, strict=True))
-                    load = EngineLoad(engine.key, in_flight, num_queued_tokens=queued)
-                    other.fleet.note_elsewhere(engine, load)
+                loads = (one.replica.load(num_requests=0) for one in self._routers if one is not other)
+                other.replica.apply(sum_of(loads), self.now_s)
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (when_s, next(self._numbers), action))
