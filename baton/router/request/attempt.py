@@ -12,38 +12,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from baton.router.fleet.engine import Engine
-from baton.router.fleet.view import FleetView
 from baton.router.request.answers import Prefilled, Unable
 from baton.router.request.decode import Decode
-from baton.router.request.engines import Engines
 from baton.router.request.events import Hold, HoldOver, Meet, Met
-from baton.router.request.lending import Lending
-from baton.router.request.prefill import Prefill
-from baton.router.request.reply import Reply
-from baton.router.request.step import AfterClosing, LegAnswerEvent, Next, Outbox, State
-from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.request.prefill import Prefill, Shared
+from baton.router.request.step import AfterClosing, LegAnswerEvent, Next, State
 from baton.router.values.errors import LegFailure
 from baton.router.values.identity import has_other_weights
 from baton.router.values.legs import push_params
 
 
 class Attempt:
-    def __init__(
-        self,
-        view: FleetView,
-        outbox: Outbox,
-        body: Mapping[str, Any],
-        engines: Engines,
-        first: FirstTokens,
-        reply: Reply,
-        lending: Lending,
-        prefill: Prefill,
-        decode: Decode,
-    ) -> None:
+    def __init__(self, shared: Shared, prefill: Prefill, decode: Decode, body: Mapping[str, Any]) -> None:
         """`body`: the client's."""
-        self._view, self._outbox, self._body, self._engines = view, outbox, body, engines
-        self._first, self._reply, self._lending = first, reply, lending
-        self._prefill, self._decode = prefill, decode
+        self._view, self._outbox, _, self._engines, self._first, self._reply, self._lending = shared
+        self._prefill, self._decode, self._body = prefill, decode, body
         self._then: Callable[[], Next] = self.start  # The step after MEETING.
         self._push_params: Mapping[str, Any] = {}  # Params of a decode leg that leaves with the prefill leg.
 

@@ -10,7 +10,6 @@ from typing import Any
 from baton.core.errors import PeerError
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.notes import Outcome
-from baton.router.fleet.view import FleetView
 from baton.router.request.answers import (
     GIVEN_HEADER,
     DecodeAnswer,
@@ -20,15 +19,11 @@ from baton.router.request.answers import (
     is_engines_fault,
     is_handed_over,
 )
-from baton.router.request.engines import Engines
 from baton.router.request.events import Doubt, Draining, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.request.learning import SAMPLE_CHUNKS, loaded, note_chunks
-from baton.router.request.lending import Lending
-from baton.router.request.open_legs import OpenLegs
-from baton.router.request.prefill import Prefill, broken
-from baton.router.request.reply import EVENT_STREAM, Reply
-from baton.router.request.step import AfterClosing, Next, Outbox, State
-from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.request.prefill import Prefill, Shared, broken
+from baton.router.request.reply import EVENT_STREAM
+from baton.router.request.step import AfterClosing, Next, State
 from baton.router.request.tokens.stream import FirstToken
 from baton.router.values import sse
 from baton.router.values.errors import LegFailure, RouterError
@@ -37,19 +32,9 @@ INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh fr
 
 
 class Decode:
-    def __init__(
-        self,
-        view: FleetView,
-        outbox: Outbox,
-        legs: OpenLegs,
-        engines: Engines,
-        first: FirstTokens,
-        reply: Reply,
-        lending: Lending,
-        prefill: Prefill,
-    ) -> None:
-        self._view, self._outbox, self._legs, self._engines = view, outbox, legs, engines
-        self._first, self._reply, self._lending, self._prefill = first, reply, lending, prefill
+    def __init__(self, shared: Shared, prefill: Prefill) -> None:
+        self._view, self._outbox, self._legs, self._engines, self._first, self._reply, self._lending = shared
+        self._prefill = prefill
         self._num_refused_introductions = 0
         self._is_pushed = False  # The decode leg left with the prefill leg.
         self._answer: DecodeAnswer | None = None  # D's answer, once it has begun.

@@ -59,7 +59,7 @@ from baton.router.request.events import (
 from baton.router.request.lending import Lending
 from baton.router.request.lookups import look_for
 from baton.router.request.open_legs import OpenLegs
-from baton.router.request.prefill import Prefill
+from baton.router.request.prefill import Prefill, Shared
 from baton.router.request.reply import Reply
 from baton.router.request.step import AfterClosing, Next, Outbox, State
 from baton.router.request.tokens.first_tokens import FirstTokens
@@ -109,9 +109,10 @@ class Machine:
         self._engines = engines = Engines(
             view, outbox, first, routed, local_reason, lambda producer: self._prefill.lent_by(producer)
         )
-        self._prefill = prefill = Prefill(view, outbox, legs, engines, first, reply, lending)
-        self._decode = decode = Decode(view, outbox, legs, engines, first, reply, lending, prefill)
-        self._attempt = Attempt(view, outbox, request.body, engines, first, reply, lending, prefill, decode)
+        shared = Shared(view, outbox, legs, engines, first, reply, lending)
+        self._prefill = prefill = Prefill(shared)
+        self._decode = decode = Decode(shared, prefill)
+        self._attempt = Attempt(shared, prefill, decode, request.body)
         self._parts = {Machine: self, Attempt: self._attempt, Prefill: prefill, Decode: decode}
 
     @property

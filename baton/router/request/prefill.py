@@ -8,7 +8,7 @@ take      an outcome -> `prefilled`, a failure, or the end of the request
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.core.errors import PeerError
 from baton.core.identity import KVIdentity
@@ -43,19 +43,21 @@ def broken(leg: Leg, why: str) -> LegFailure:
     return LegFailure("broken", leg.engine.url, why, was_sent=True)
 
 
+class Shared(NamedTuple):
+    """What the parts of one machine share."""
+
+    view: FleetView
+    outbox: Outbox
+    legs: OpenLegs
+    engines: Engines
+    first: FirstTokens
+    reply: Reply
+    lending: Lending
+
+
 class Prefill:
-    def __init__(
-        self,
-        view: FleetView,
-        outbox: Outbox,
-        legs: OpenLegs,
-        engines: Engines,
-        first: FirstTokens,
-        reply: Reply,
-        lending: Lending,
-    ) -> None:
-        self._view, self._outbox, self._legs, self._engines = view, outbox, legs, engines
-        self._first, self._reply, self._lending = first, reply, lending
+    def __init__(self, shared: Shared) -> None:
+        self._view, self._outbox, self._legs, self._engines, self._first, self._reply, self._lending = shared
         self._hedge: Leg | None = None  # A second prefill leg, as long as neither one has its outcome.
         self._was_hedged = False
         self._loan_leg: Leg | None = None  # The leg of `borrow`.
