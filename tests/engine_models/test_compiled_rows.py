@@ -84,7 +84,7 @@ def test_rotations_are_those_of_torch(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_of_a_sum_is_that_of_torch(dtype: torch.dtype) -> None:
     x, added, weight = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
-    norm = RMSNorm(48, 1e-6, dtype, torch.device("cpu"))
+    norm = RMSNorm(torch.nn.Parameter(torch.empty(48, dtype=dtype), requires_grad=False), 1e-6)
     norm.weight.copy_(weight[0])
     wanted_sum, wanted = by_torch(norm.of_sum, x, added.clone(), dtype)
     found_sum, found = norm.of_sum(x, added, dtype)

@@ -14,8 +14,11 @@ from baton.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.models import SingleRank
 from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.kinds import Kind
+from baton.engine.models.layers import EmptyParameters
 from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.state_mixer import CHUNK, StateMixer
+
+EMPTY = EmptyParameters(SingleRank(), torch.float32, torch.device("cpu"))
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -36,7 +39,7 @@ def mamba2_mixer(groups: int, in_group: int, head_dim: int, state_size: int) -> 
         }
     )
     assert isinstance(a.state, Mamba2)
-    mixer = Mamba2Mixer(a, a.state, 0, Kind(0, None), SingleRank(), torch.float32, torch.device("cpu"))
+    mixer = Mamba2Mixer(a, a.state, 0, Kind(0, None), EMPTY)
     mixer.skip.normal_()
     return mixer
 
@@ -131,7 +134,7 @@ def gated_delta_mixer(groups: int, in_group: int, key_dim: int, value_dim: int) 
         }
     )
     assert isinstance(a.state, GatedDelta)
-    return GatedDeltaMixer(a, a.state, 0, Kind(0, None), SingleRank(), torch.float32, torch.device("cpu"))
+    return GatedDeltaMixer(a, a.state, 0, Kind(0, None), EMPTY)
 
 
 def gated_delta_token(

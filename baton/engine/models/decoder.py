@@ -31,11 +31,11 @@ from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.kinds import Kind, Rotation, StepOfKind
 from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import (
+    EmptyParameters,
     PackedLinear,
     RMSNorm,
     RowParallelLinear,
     drop,
-    empty_parameter,
     rms_norm,
 )
 from baton.engine.models.mamba2 import Mamba2Mixer
@@ -68,7 +68,8 @@ class Decoder(nn.Module):
         shape = attention_shape(architecture, group, dtype, device)
         self.backend = build_backend(replace(shape, is_quantised=is_cache_quantised))
         vocabulary = (architecture.vocab_size, architecture.hidden_size)
-        self.embedding = empty_parameter(*vocabulary, dtype=dtype, device=device)
+        empty = EmptyParameters(group, dtype, device)
+        self.embedding = empty(*vocabulary)
         self.rotary = (
             Rotary(
                 architecture.rotated_dim,
@@ -98,16 +99,12 @@ class Decoder(nn.Module):
         ]
         self._first_of = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
         self.layers = [
-            DecoderLayer(architecture, layer, kinds[layer], self.backend, group)
+            DecoderLayer(architecture, layer, kinds[layer], self.backend, empty)
             for layer in range(architecture.num_layers)
         ]
         self._registered = nn.ModuleList(self.layers)  # Lets `parameters()` find them.
-        self.norm = _norm(architecture, dtype, device)
-        self.head = (
-            self.embedding
-            if architecture.tie_word_embeddings
-            else empty_parameter(*vocabulary, dtype=dtype, device=device)
-        )
+        self.norm = _norm(architecture, empty)
+        self.head = self.embedding if architecture.tie_word_embeddings else empty(*vocabulary)
         self._head_matmul: Matmul | None = None
         self._compiled: CompiledLayers | None = None
         self._compiled_caches: dict[str, torch.Tensor] | None = None
@@ -246,36 +243,35 @@ class DecoderLayer(nn.Module):
         index: int,
         kind: Kind,
         backend: AttentionBackend,
-        group: TensorParallelGroup,
+        empty: EmptyParameters,
     ) -> None:
         super().__init__()
-        dtype, device = backend.shape.dtype, backend.shape.device
-        self._dtype = dtype
-        self.input_norm = _norm(a, dtype, device)
+        self._dtype = empty.dtype
+        self.input_norm = _norm(a, empty)
         self.attention: Attention | LatentAttention | StateMixer
         if kind.has_state:
-            self.attention = _state_mixer(a, index, kind, group, dtype, device)
+            self.attention = _state_mixer(a, index, kind, empty)
         else:
             self.attention = (Attention if a.latent is None else LatentAttention)(
-                a, index, kind, backend, group
+                a, index, kind, backend, empty
             )
         self._residual_scale = a.residual_scale
-        self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
+        self.attended_norm = _norm(a, empty) if a.sandwich_norms else None
         experts = a.experts_of(index)
         has_mlp = a.has_mlp(index)
-        self.post_norm = _norm(a, dtype, device) if has_mlp else None
+        self.post_norm = _norm(a, empty) if has_mlp else None
         self.mlp: Mlp | MixtureOfExperts | None = None
         self.shared_mlp: Mlp | None = None
         self.shared_gate: nn.Parameter | None = None
         if experts is not None:
-            self.mlp = MixtureOfExperts(a, experts, group, dtype, device)
+            self.mlp = MixtureOfExperts(a, experts, empty)
             if experts.shared_size is not None:
-                self.shared_mlp = Mlp(a, group, dtype, device, inner_size=experts.shared_size)
+                self.shared_mlp = Mlp(a, empty, inner_size=experts.shared_size)
             if experts.shared_gate:
-                self.shared_gate = empty_parameter(1, a.hidden_size, dtype=dtype, device=device)
+                self.shared_gate = empty(1, a.hidden_size)
         elif has_mlp:
-            self.mlp = Mlp(a, group, dtype, device)
-        self.mlp_norm = _norm(a, dtype, device) if a.sandwich_norms else None
+            self.mlp = Mlp(a, empty)
+        self.mlp_norm = _norm(a, empty) if a.sandwich_norms else None
 
     def forward(
         self,
@@ -355,7 +351,7 @@ class Attention(nn.Module):
         index: int,
         kind: Kind,
         backend: AttentionBackend,
-        group: TensorParallelGroup,
+        empty: EmptyParameters,
     ) -> None:
         super().__init__()
         shape = backend.shape
@@ -368,26 +364,15 @@ class Attention(nn.Module):
         self.qkv = PackedLinear(
             a.hidden_size,
             (query, key, key, query) if self.has_gate else (query, key, key),
+            empty,
             bias=a.qkv_bias,
-            dtype=shape.dtype,
-            device=shape.device,
         )
-        self.output = RowParallelLinear(
-            query, a.hidden_size, bias=a.output_bias, group=group, dtype=shape.dtype, device=shape.device
-        )
+        self.output = RowParallelLinear(query, a.hidden_size, empty, bias=a.output_bias)
         # One row per query head, then per KV head: both norms in one pass over the packed projection.
         num_normed = shape.num_heads + shape.num_kv_heads
-        self.qk_norm = (
-            empty_parameter(
-                num_normed, shape.head_dim, dtype=_norm_dtype(a, shape.dtype), device=shape.device
-            )
-            if a.qk_norm
-            else None
-        )
+        self.qk_norm = empty(num_normed, shape.head_dim, dtype=_norm_dtype(a)) if a.qk_norm else None
         self._norm_offset = a.norm_offset
-        self.sinks = (
-            empty_parameter(shape.num_heads, dtype=shape.dtype, device=shape.device) if a.sinks else None
-        )
+        self.sinks = empty(shape.num_heads) if a.sinks else None
 
     def seal(self) -> None:
         self.qkv.seal()
@@ -463,24 +448,16 @@ class Mlp(nn.Module):
     """
 
     def __init__(
-        self,
-        a: DecoderArchitecture,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        inner_size: int | None = None,
+        self, a: DecoderArchitecture, empty: EmptyParameters, *, inner_size: int | None = None
     ) -> None:
         super().__init__()
         self.inner_size = a.intermediate_size if inner_size is None else inner_size
-        wide = self.inner_size // group.size
+        wide = self.inner_size // empty.group.size
         self.has_gate = a.activation != "relu2"
         self.has_silu_gate = a.activation == "silu"
         parts = (wide, wide) if self.has_gate else (wide,)
-        self.gate_up = PackedLinear(a.hidden_size, parts, bias=a.mlp_bias, dtype=dtype, device=device)
-        self.down = RowParallelLinear(
-            wide, a.hidden_size, bias=a.mlp_bias, group=group, dtype=dtype, device=device
-        )
+        self.gate_up = PackedLinear(a.hidden_size, parts, empty, bias=a.mlp_bias)
+        self.down = RowParallelLinear(wide, a.hidden_size, empty, bias=a.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         packed = self.gate_up(hidden)
@@ -498,28 +475,23 @@ class Mlp(nn.Module):
         self.down.seal()
 
 
-def _state_mixer(
-    a: DecoderArchitecture,
-    index: int,
-    kind: Kind,
-    group: TensorParallelGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> StateMixer:
+def _state_mixer(a: DecoderArchitecture, index: int, kind: Kind, empty: EmptyParameters) -> StateMixer:
     assert a.state is not None, "some layers have states"
     match a.state:
         case Mamba2():
-            return Mamba2Mixer(a, a.state, index, kind, group, dtype, device)
+            return Mamba2Mixer(a, a.state, index, kind, empty)
         case GatedDelta():
-            return GatedDeltaMixer(a, a.state, index, kind, group, dtype, device)
+            return GatedDeltaMixer(a, a.state, index, kind, empty)
 
 
-def _norm(a: DecoderArchitecture, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    return RMSNorm(a.hidden_size, a.rms_norm_eps, _norm_dtype(a, dtype), device, offset=a.norm_offset)
+def _norm(a: DecoderArchitecture, empty: EmptyParameters) -> RMSNorm:
+    weight = empty(a.hidden_size, dtype=_norm_dtype(a))
+    return RMSNorm(weight, a.rms_norm_eps, offset=a.norm_offset)
 
 
-def _norm_dtype(a: DecoderArchitecture, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if a.wide_norms else dtype
+def _norm_dtype(a: DecoderArchitecture) -> torch.dtype | None:
+    """None: the model's."""
+    return torch.float32 if a.wide_norms else None
 
 
 def attention_shape(

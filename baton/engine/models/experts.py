@@ -9,30 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.checkpoints.architecture import DecoderArchitecture, Experts
-from baton.engine.models.layers import drop, empty_parameter
+from baton.engine.models.layers import EmptyParameters, drop
 from baton.engine.models.matmul import Matmul
-from baton.engine.models.parallel import TensorParallelGroup
 
 
 class MixtureOfExperts(nn.Module):
     """Router and experts of one layer."""
 
-    def __init__(
-        self,
-        a: DecoderArchitecture,
-        experts: Experts,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, a: DecoderArchitecture, experts: Experts, empty: EmptyParameters) -> None:
         super().__init__()
-        self._experts, self._group = experts, group
-        num, hidden, inner = experts.num_experts, a.hidden_size, a.expert_size // group.size
+        self._experts, self._group = experts, empty.group
+        num, hidden, inner = experts.num_experts, a.hidden_size, a.expert_size // empty.group.size
         has_bias = experts.alpha is not None
-
-        def empty(*shape: int) -> nn.Parameter:
-            return empty_parameter(*shape, dtype=dtype, device=device)
-
         self.router = empty(num, hidden)
         # Rows of gate and up alternate in GPT-OSS, as the columns of the checkpoint's matrices do. Other
         # families have the rows of gate first.
@@ -40,9 +28,7 @@ class MixtureOfExperts(nn.Module):
         self.router_bias = empty(num) if has_bias else None
         self.gate_up_bias = empty(num, 2 * inner) if has_bias else None
         self.down_bias = empty(num, hidden) if has_bias else None
-        self.choice_bias = (
-            empty_parameter(num, dtype=torch.float32, device=device) if experts.has_choice_bias else None
-        )
+        self.choice_bias = empty(num, dtype=torch.float32) if experts.has_choice_bias else None
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 

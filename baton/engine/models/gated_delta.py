@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from baton.checkpoints.architecture import DecoderArchitecture
 from baton.checkpoints.state_config import GatedDelta
 from baton.engine.models.kinds import Kind
-from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_parameter, rms_norm
-from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.layers import EmptyParameters, PackedLinear, RowParallelLinear, rms_norm
 from baton.engine.models.state_mixer import Projected, StateMixer, decays
 
 _NORM_EPS = 1e-6  # Epsilon of the length of keys and queries.
@@ -32,38 +31,19 @@ class GatedDeltaMixer(StateMixer):
     """One rank's heads. If there are more ranks than key heads, several ranks have the same key head."""
 
     def __init__(
-        self,
-        a: DecoderArchitecture,
-        state: GatedDelta,
-        index: int,
-        kind: Kind,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, a: DecoderArchitecture, state: GatedDelta, index: int, kind: Kind, empty: EmptyParameters
     ) -> None:
-        parts = state.parts(str(dtype).removeprefix("torch."))
-        super().__init__(
-            index, kind, group, parts, kernel=state.kernel, conv_bias=False, dtype=dtype, device=device
-        )
+        parts = state.parts(str(empty.dtype).removeprefix("torch."))
+        super().__init__(index, kind, empty, parts, kernel=state.kernel)
         self.state = state
         self._eps = a.rms_norm_eps
-        self._heads = state.num_value_heads // group.size
+        self._heads = state.num_value_heads // empty.group.size
         inner = self._heads * state.value_dim
         # What is convolved (q, k, v), then the gate, beta and the input of g.
-        self.input = PackedLinear(
-            a.hidden_size,
-            (*self.channels, inner, self._heads, self._heads),
-            bias=False,
-            dtype=dtype,
-            device=device,
-        )
-        self.output = RowParallelLinear(
-            inner, a.hidden_size, bias=False, group=group, dtype=dtype, device=device
-        )
-        self.norm = empty_parameter(state.value_dim, dtype=dtype, device=device)
-        self.a_log, self.step_bias = (
-            empty_parameter(self._heads, dtype=torch.float32, device=device) for _ in range(2)
-        )
+        self.input = PackedLinear(a.hidden_size, (*self.channels, inner, self._heads, self._heads), empty)
+        self.output = RowParallelLinear(inner, a.hidden_size, empty)
+        self.norm = empty(state.value_dim)
+        self.a_log, self.step_bias = (empty(self._heads, dtype=torch.float32) for _ in range(2))
 
     def _project(self, hidden: torch.Tensor) -> Projected:
         inputs_TC, gate_TI, rate_TH, steps_TH = self.input(hidden).split_with_sizes(

@@ -17,7 +17,7 @@ from torch import nn
 from baton.checkpoints.architecture import DecoderArchitecture
 from baton.checkpoints.latent_config import IndexShape
 from baton.engine.models.kinds import Rotation
-from baton.engine.models.layers import PackedLinear, empty_parameter
+from baton.engine.models.layers import EmptyParameters, PackedLinear
 from baton.engine.models.rotary import rotate
 
 _EPS = 1e-6
@@ -36,23 +36,13 @@ class Indexer(nn.Module):
     """Projections of queries, keys and weights."""
 
     def __init__(
-        self,
-        a: DecoderArchitecture,
-        query_rank: int,
-        shape: IndexShape,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, a: DecoderArchitecture, query_rank: int, shape: IndexShape, empty: EmptyParameters
     ) -> None:
         super().__init__()
         self._shape, self._rotated = shape, a.head_dim
-        self.query = PackedLinear(
-            query_rank, (shape.num_heads * shape.head_dim,), bias=False, dtype=dtype, device=device
-        )
-        self.key_and_weights = PackedLinear(
-            a.hidden_size, (shape.head_dim, shape.num_heads), bias=False, dtype=dtype, device=device
-        )
-        self.norm_weight = empty_parameter(shape.head_dim, dtype=dtype, device=device)
-        self.norm_bias = empty_parameter(shape.head_dim, dtype=dtype, device=device)
+        self.query = PackedLinear(query_rank, (shape.num_heads * shape.head_dim,), empty)
+        self.key_and_weights = PackedLinear(a.hidden_size, (shape.head_dim, shape.num_heads), empty)
+        self.norm_weight, self.norm_bias = empty(shape.head_dim), empty(shape.head_dim)
 
     def seal(self) -> None:
         """See `Decoder.seal`."""

@@ -25,8 +25,7 @@ from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models.indexer import Indexed, Indexer
 from baton.engine.models.kinds import Kind, StepOfKind
-from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter
-from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.layers import EmptyParameters, PackedLinear, RMSNorm, RowParallelLinear
 from baton.engine.models.rotary import rotate, rotate_pairs
 
 _EPS = 1e-6  # Epsilon of the latents' norms, whatever the other norms have.
@@ -44,7 +43,7 @@ class LatentAttention(nn.Module):
         index: int,
         kind: Kind,
         backend: AttentionBackend,
-        group: TensorParallelGroup,
+        empty: EmptyParameters,
     ) -> None:
         super().__init__()
         assert a.latent is not None, "the architecture has latent attention"
@@ -53,44 +52,18 @@ class LatentAttention(nn.Module):
         self._backend, self._kind, self._name = backend, kind, layer_name(index)
         self._latent, self._index_name = latent, index_layer_name(index)
         self._rotate = rotate_pairs if latent.rope_interleave else rotate
-        dtype, device = shape.dtype, shape.device
         queries, rank = shape.num_heads * latent.qk_head_dim, latent.q_lora_rank
         # Projections of the hidden states: of the queries or of their latent, and of the slot.
-        self.down = PackedLinear(
-            a.hidden_size,
-            (queries if rank is None else rank, latent.slot_size),
-            bias=False,
-            dtype=dtype,
-            device=device,
-        )
-        self.query_norm = RMSNorm(rank, _EPS, dtype, device) if rank is not None else None
-        self.query_up = (
-            PackedLinear(rank, (queries,), bias=False, dtype=dtype, device=device)
-            if rank is not None
-            else None
-        )
-        self.norm = RMSNorm(latent.kv_lora_rank, _EPS, dtype, device)
+        self.down = PackedLinear(a.hidden_size, (queries if rank is None else rank, latent.slot_size), empty)
+        self.query_norm = RMSNorm(empty(rank), _EPS) if rank is not None else None
+        self.query_up = PackedLinear(rank, (queries,), empty) if rank is not None else None
+        self.norm = RMSNorm(empty(latent.kv_lora_rank), _EPS)
         # Per head: the rows of its key without rotation, then those of its value.
-        self.up = empty_parameter(
-            shape.num_heads,
-            latent.qk_nope_head_dim + latent.v_head_dim,
-            latent.kv_lora_rank,
-            dtype=dtype,
-            device=device,
-        )
+        self.up = empty(shape.num_heads, latent.qk_nope_head_dim + latent.v_head_dim, latent.kv_lora_rank)
         self.indexer = (
-            Indexer(a, rank, latent.index, dtype, device)
-            if latent.index is not None and rank is not None
-            else None
+            Indexer(a, rank, latent.index, empty) if latent.index is not None and rank is not None else None
         )
-        self.output = RowParallelLinear(
-            shape.num_heads * latent.v_head_dim,
-            a.hidden_size,
-            bias=False,
-            group=group,
-            dtype=dtype,
-            device=device,
-        )
+        self.output = RowParallelLinear(shape.num_heads * latent.v_head_dim, a.hidden_size, empty)
 
     def seal(self) -> None:
         """See `Decoder.seal`."""

@@ -9,6 +9,7 @@ packs the weights for speed and makes them immutable.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,18 +19,26 @@ from baton.engine.models.matmul import Matmul, Product
 from baton.engine.models.parallel import TensorParallelGroup
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+class EmptyParameters(NamedTuple):
+    """Makes the parameters of one rank. Called with a shape."""
+
+    group: TensorParallelGroup
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """`dtype`: None: the model's."""
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=False)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm, computed in float32 for every dtype, as all families define it. `dtype`: the weight's."""
+    """RMS norm, computed in float32 for every dtype, as all families define it."""
 
-    def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: float = 0.0
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, *, offset: float = 0.0) -> None:
+        """`weight`: [size]."""
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = weight
         self._eps = eps
         self._offset = offset
 
@@ -69,19 +78,13 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        part_sizes: Sequence[int],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, part_sizes: Sequence[int], empty: EmptyParameters, *, bias: bool = False
     ) -> None:
         super().__init__()
         self.part_sizes = tuple(part_sizes)
         total = sum(self.part_sizes)
-        self.weight = empty_parameter(total, in_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(total, dtype=dtype, device=device) if bias else None
+        self.weight = empty(total, in_features)
+        self.bias = empty(total) if bias else None
         self._matmul: Matmul | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,19 +111,12 @@ class RowParallelLinear(nn.Module):
     """Row-parallel projection with `in_features` of this rank. The bias is added once, after the sum."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, out_features: int, empty: EmptyParameters, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
-        self._group = group
+        self.weight = empty(out_features, in_features)
+        self.bias = empty(out_features) if bias else None
+        self._group = empty.group
         self._matmul: Matmul | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,7 @@ from baton.checkpoints.architecture import DecoderArchitecture
 from baton.checkpoints.state_config import Mamba2
 from baton.core.layout import kv_heads_of
 from baton.engine.models.kinds import Kind
-from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_parameter
-from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.layers import EmptyParameters, PackedLinear, RowParallelLinear
 from baton.engine.models.state_mixer import Projected, StateMixer, decays
 
 
@@ -28,26 +27,10 @@ class Mamba2Mixer(StateMixer):
     """One rank's heads. If there are more ranks than groups, several ranks have the same group."""
 
     def __init__(
-        self,
-        a: DecoderArchitecture,
-        state: Mamba2,
-        index: int,
-        kind: Kind,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, a: DecoderArchitecture, state: Mamba2, index: int, kind: Kind, empty: EmptyParameters
     ) -> None:
-        parts = state.parts(str(dtype).removeprefix("torch."))
-        super().__init__(
-            index,
-            kind,
-            group,
-            parts,
-            kernel=state.kernel,
-            conv_bias=state.conv_bias,
-            dtype=dtype,
-            device=device,
-        )
+        parts, group = state.parts(str(empty.dtype).removeprefix("torch.")), empty.group
+        super().__init__(index, kind, empty, parts, kernel=state.kernel, conv_bias=state.conv_bias)
         self.state = state
         self._eps = a.rms_norm_eps
         self._heads = state.num_heads // group.size
@@ -55,19 +38,11 @@ class Mamba2Mixer(StateMixer):
         inner = self._heads * state.head_dim
         # Gate, then what is convolved (x, B, C), then the time steps.
         self.input = PackedLinear(
-            a.hidden_size,
-            (inner, *self.channels, self._heads),
-            bias=state.projection_bias,
-            dtype=dtype,
-            device=device,
+            a.hidden_size, (inner, *self.channels, self._heads), empty, bias=state.projection_bias
         )
-        self.output = RowParallelLinear(
-            inner, a.hidden_size, bias=state.projection_bias, group=group, dtype=dtype, device=device
-        )
-        self.norm = empty_parameter(inner, dtype=dtype, device=device)
-        self.a_log, self.skip, self.step_bias = (
-            empty_parameter(self._heads, dtype=torch.float32, device=device) for _ in range(3)
-        )
+        self.output = RowParallelLinear(inner, a.hidden_size, empty, bias=state.projection_bias)
+        self.norm = empty(inner)
+        self.a_log, self.skip, self.step_bias = (empty(self._heads, dtype=torch.float32) for _ in range(3))
 
     def _project(self, hidden: torch.Tensor) -> Projected:
         inner = self._heads * self.state.head_dim

@@ -25,8 +25,7 @@ from baton.core.kv_groups import layer_name
 from baton.core.states import StatePart, place_parts
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.kinds import Kind, StepOfKind
-from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_parameter
-from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.layers import EmptyParameters, PackedLinear, RowParallelLinear
 from baton.engine.states import state_metadata, state_views
 
 CHUNK = 64  # Tokens of a chunk of a prompt. 32 to 128 are equally fast for a prompt of 500 on one core.
@@ -92,23 +91,21 @@ class StateMixer(nn.Module, ABC):
         self,
         index: int,
         kind: Kind,
-        group: TensorParallelGroup,
+        empty: EmptyParameters,
         parts: tuple[StatePart, ...],
         *,
         kernel: int,
-        conv_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        conv_bias: bool = False,
     ) -> None:
         """`parts`: those of the convolution in the order of its channels, and then the matrices."""
         super().__init__()
         self._name, self._kind = layer_name(index), kind
-        self._group, self._parts = group, parts
-        *convolved, _ = place_parts(parts, tp_rank=group.rank, tp_size=group.size)
+        self._group, self._parts = empty.group, parts
+        *convolved, _ = place_parts(parts, tp_rank=empty.group.rank, tp_size=empty.group.size)
         self.channels = tuple(placed.num_units * placed.part.unit_shape[0] for placed in convolved)
         total = sum(self.channels)
-        self.conv = empty_parameter(total, 1, kernel, dtype=dtype, device=device)
-        self.conv_bias = empty_parameter(total, dtype=dtype, device=device) if conv_bias else None
+        self.conv = empty(total, 1, kernel)
+        self.conv_bias = empty(total) if conv_bias else None
         self._kernel_KC = torch.empty(0)
         self._bias_C: torch.Tensor | None = None
         self._decay_H = torch.empty(0)
