@@ -11,7 +11,14 @@ from baton.router.fleet.admission import Capacity
 from baton.router.fleet.block_index import Match
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.choice import ALIKE, JUDGE_SPEEDS_EVERY_S
-from baton.router.fleet.cost import EXPECTED_OUTPUT, LEND_S, PREFILL_TOKENS_PER_S, TOKEN_S, tier_s, usual_load_s
+from baton.router.fleet.cost import (
+    EXPECTED_OUTPUT,
+    LEND_S,
+    PREFILL_TOKENS_PER_S,
+    TOKEN_S,
+    tier_s,
+    usual_load_s,
+)
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.notes import EngineLoad

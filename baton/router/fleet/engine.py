@@ -40,7 +40,7 @@ class Engine:
         default_factory=lambda: Line(TOKEN_S, LEAST_LOAD_GAP), repr=False
     )  # Step time by the number of other answers.
     next_step_sample_s: float = 0.0
-    elsewhere: EngineLoad = field(init=False)  # In the other processes of this router.
+    elsewhere: EngineLoad = field(init=False)  # Load from the other processes of this router.
     lacks: dict[str, float] = field(
         default_factory=dict, repr=False
     )  # Paths, and until when; see `pass_through`.

@@ -1,4 +1,8 @@
-"""The open legs of one request, and what the fleet and the queue learn from them."""
+"""The open legs of one request, and what the fleet and the queue learn from them.
+
+The fleet learns by calls, not by effects: three of ten steps that report something to the fleet choose an
+engine afterwards, by what the fleet then knows, and queue, retries and turns answer within the step.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -48,7 +48,7 @@ class LegTimeline(msgspec.Struct):
 
 
 class RequestTimeline(msgspec.Struct, kw_only=True):
-    """It changes until the request has ended."""
+    """A request as operators see it. It changes until the request has ended."""
 
     id: str
     method: str
