@@ -15,10 +15,10 @@ from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.engine.scheduling.remote_kv import Load
+    from baton.testing.host.model import Words
     from lab.sim.hosts.fast.facts import Landing
     from lab.sim.hosts.fast.host import Host
     from lab.sim.hosts.full.engine import Engine
-    from lab.sim.hosts.full.model import Words
 
 TORN = "torn"  # Content of a cell that was copied while its source changed or was not held.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.testing.host.model import EOS_IDS, VOCAB, Model
 from lab.sim.checkers import answers
 from lab.sim.hosts.full.cluster import TOKENS_MAX
-from lab.sim.hosts.full.model import EOS_IDS, VOCAB, Model
 from lab.sim.kernel.world import World
 
 ANSWER_MAX = 5

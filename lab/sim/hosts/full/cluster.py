@@ -11,9 +11,9 @@ from baton.connectors.offload.settings import OffloadSettings
 from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
 from baton.protocol.signed_frame import ProcessKey
+from baton.testing.host.model import STATE, Windows, model_of
 from lab.sim.hosts.full.engine import Engine
 from lab.sim.hosts.full.host_spec import HostSpec
-from lab.sim.hosts.full.model import STATE, Model, WindowModel, Windows
 from lab.sim.hosts.full.port import Port
 from lab.sim.hosts.full.updates import EngineUpdates
 from lab.sim.hosts.full.wire import FullWire
@@ -72,7 +72,7 @@ class Cluster(BaseCluster):
         windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
         self.has_states = STATE in windows
         self.is_hybrid = any(window is not None for window in windows)
-        self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
+        self.model = model_of(rng.choice([1, 2, 2, 4]), windows)
         # Loaded requests are preempted too in small pools.
         self._has_small_pools = self.has_states and world.rng_of_states.random() < 0.5
         # Choices for the engines of this world.

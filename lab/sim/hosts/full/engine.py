@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -27,7 +26,6 @@ from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerH
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.contract import (
-    KVConnectorOutput,
     KVConnectorSchedulerHalf,
     KVConnectorWorkerHalf,
     KVOutputAggregator,
@@ -43,16 +41,17 @@ from baton.engine.scheduling.remote_kv import Load
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.protocol.signed_frame import ProcessKey
+from baton.testing.host.memory import RankMemory
+from baton.testing.host.model import EOS_IDS
+from baton.testing.host.ranks import Ranks
+from baton.testing.host.workers import Workers
 from lab.sim.checkers import bounded, contained, fenced, fresh, whole
 from lab.sim.hosts.full.counts import count_stats, count_update
 from lab.sim.hosts.full.host_spec import HostSpec, engine_config
 from lab.sim.hosts.full.layers import Reporter
-from lab.sim.hosts.full.memory import RankMemory
-from lab.sim.hosts.full.model import EOS_IDS
 from lab.sim.hosts.full.offload import HostCopies, offload_identity
 from lab.sim.hosts.full.pool import WatchedPool
 from lab.sim.hosts.full.port import Port
-from lab.sim.hosts.full.ranks import Ranks
 from lab.sim.hosts.full.updates import Core
 from lab.sim.hosts.full.wire import Station
 from lab.sim.kernel.layers import LayerReports
@@ -74,14 +73,6 @@ class Listener(Protocol):
     def break_off(self) -> None: ...
     def note_weights(self, weights: int, *, is_mixed: bool = False) -> None:
         """The engine computes with these. `is_mixed`: the answer has tokens of earlier ones, and goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """A `baton.contract.host.ForwardContext`."""
-
-    attn_metadata: dict[str, object] | None  # None: an empty step.
-    no_compile_layers: None = None
 
 
 class Engine(Process):
@@ -170,7 +161,11 @@ class Engine(Process):
         self.num_updates = 0  # Changes of the weights.
         handshakes = [half.get_handshake_metadata() for half in self.rank_halves]
         self.connector.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.num_ranks)
+        self._workers = Workers(
+            self.rank_halves,
+            KVOutputAggregator.from_connector(self.connector, spec.num_ranks),
+            caches=[memory.kv_caches for memory in self.memories],
+        )
 
     def _station(self, agent: PullAgent, lock: threading.Lock, key: ProcessKey) -> Station:
         self.station = Station(self, self.spec.url, agent, lock, key)
@@ -366,12 +361,8 @@ class Engine(Process):
         if not self.scheduler.has_requests():
             return
         output = self.scheduler.schedule()
-        metadata = output.kv_connector_metadata
-        assert metadata is not None
-        for half in self.rank_halves:
-            if half.takes_part(metadata):
-                half.handle_preemptions(metadata)
-                half.bind_connector_metadata(metadata)
+        assert output.kv_connector_metadata is not None
+        self._workers.begin(output)
         for request_id in sorted(output.preempted_req_ids):
             self.world.note(self.name, f"preempted {request_id}")
             self._count("preempted after a load", request_id in self._loaded)
@@ -404,39 +395,25 @@ class Engine(Process):
         self.ranks.take_over(output)
         self._computed = self.ranks.execute(output)
         self.ranks.hide_later_layers()
-        self._pass_layers(0, 1)
+        self._workers.show_layers(0, 1)
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result, self._computed = self._computed, None
         if result is not None:
             self.ranks.reveal()
-            self._pass_layers(1, self.cluster.model.num_layers)
-        else:
-            self.ranks.take_over(output)
-            if not output.num_scheduled_tokens:
-                return ModelRunnerOutput()
-            result = self.ranks.execute(output)
-            self._pass_layers(0, self.cluster.model.num_layers)
-        for half in self.rank_halves:
-            if half.has_connector_metadata():
-                half.finish_forward()
+            self._workers.show_layers(1)
+            return result
+        self.ranks.take_over(output)
+        if not output.num_scheduled_tokens:
+            return ModelRunnerOutput()
+        result = self.ranks.execute(output)
+        self._workers.show_layers()
         return result
-
-    def _pass_layers(self, first: int, last: int) -> None:
-        """Call what attention layers call."""
-        for half, port in zip(self.rank_halves, self.ports, strict=True):
-            if not half.has_connector_metadata():
-                continue
-            for name, cache in list(port.memory.kv_caches.items())[first:last]:
-                half.wait_for_layer_load(name)
-                half.save_kv_layer(name, cache, None)
 
     def _end_step(self, output: SchedulerOutput) -> None:
         self._is_stepping = False
         result = self._compute(output)
-        result.kv_connector_output = self._aggregator.aggregate(
-            [self._collect(half, output) for half in self.rank_halves]
-        )
+        result.kv_connector_output = self._workers.end()
         outputs = self.scheduler.update_from_output(output, result)
         bounded.check_step(self)
         contained.check_step(self)
@@ -454,25 +431,6 @@ class Engine(Process):
         self._is_napping = False
         if self.is_alive:
             self.poke()
-
-    def _collect(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
-        if not worker.has_connector_metadata():
-            return None
-        worker.start_load_kv(_Forward(None if not output.num_scheduled_tokens else {}))
-        worker.wait_for_save()
-        ended = worker.get_transfer_results(output.finished_req_ids)
-        report = KVConnectorOutput(
-            ended.finished_sending,
-            ended.finished_recving,
-            ended.failed_recving,
-            worker.get_block_ids_with_load_errors(),
-            worker.get_kv_connector_stats(),
-            worker.get_kv_connector_kv_cache_events(),
-            worker.build_connector_worker_meta(),
-            worker.get_expected_finished_count(),
-        )
-        worker.clear_connector_metadata()
-        return None if report.is_empty() else report
 
     def _hand_out(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

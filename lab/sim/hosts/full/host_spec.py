@@ -18,7 +18,7 @@ from baton.core.config import (
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.states import StatePart
-from lab.sim.hosts.full.model import CONTENT, EOS_IDS, HEAD_DIM, STATE, VOCAB, Windows
+from baton.testing.host.model import CONTENT, EOS_IDS, HEAD_DIM, STATE, VOCAB, Windows
 from lab.sim.kernel.wire import SECRET
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.settings import GIB
 from baton.core.config import EngineConfig
 from baton.core.identity import CurrentIdentity
+from baton.testing.host.memory import JUNK, UNWRITTEN, RankMemory
+from baton.testing.host.model import Words
 from lab.sim.checkers import fenced
-from lab.sim.hosts.full.memory import JUNK, UNWRITTEN, RankMemory
-from lab.sim.hosts.full.model import Words
 from lab.sim.kernel.reads import Write
 
 if TYPE_CHECKING:

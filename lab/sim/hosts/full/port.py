@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, Pair
 from baton.core.layout import CopySpan, Region
+from baton.testing.host.model import WORD_BYTES
 from baton.transport.base.interface import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.base.spans import SpanTable
-from lab.sim.hosts.full.model import WORD_BYTES
 from lab.sim.kernel.connection import Connection
 from lab.sim.kernel.reads import Copy, Read
 
 if TYPE_CHECKING:
+    from baton.testing.host.memory import RankMemory
     from lab.sim.hosts.full.engine import Engine
-    from lab.sim.hosts.full.memory import RankMemory
 
 
 @dataclass(eq=False)

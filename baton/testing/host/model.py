@@ -20,8 +20,9 @@ state after that token, since v(i) depends on all tokens before it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -78,16 +79,21 @@ class Model:
     # --- Answer and KV of a sound engine ----------------------------------------------------------
 
     def answer(self, prompt: Sequence[int], salt: str | None, max_tokens: int, weights: int = 0) -> list[int]:
+        answer: list[int] = []
+        for token_id in islice(self.tokens_after(prompt, salt, weights), max_tokens):
+            answer.append(token_id)
+            if token_id in EOS_IDS:
+                break
+        return answer
+
+    def tokens_after(self, prompt: Sequence[int], salt: str | None, weights: int = 0) -> Iterator[int]:
+        """Each next token, also after an EOS."""
         seen = self.start(salt, weights)
         for token_id in prompt:
             _, seen = self.step(seen, token_id)
-        answer: list[int] = []
-        while len(answer) < max_tokens:
-            answer.append(self.next_token(seen))
-            if answer[-1] in EOS_IDS:
-                break
-            _, seen = self.step(seen, answer[-1])
-        return answer
+        while True:
+            yield (token_id := self.next_token(seen))
+            _, seen = self.step(seen, token_id)
 
     def kv(self, token_ids: Sequence[int], salt: str | None, weights: int) -> Words:
         """`[token, layer, head, K|V]`."""
@@ -153,6 +159,11 @@ class WindowModel(Model):
             start = len(earlier) - num_seen * self._stride
             found = crc32(earlier[max(0, start) :], found)
         return found
+
+
+def model_of(num_kv_heads: int, windows: Windows) -> Model:
+    kind = Model if all(window is None for window in windows) else WindowModel
+    return kind(num_kv_heads, windows)
 
 
 def _first_hash(salt: str | None, weights: int) -> int:

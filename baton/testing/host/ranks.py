@@ -1,34 +1,20 @@
-"""The ranks of one engine without an executor: what they are told, what they hold, what they compute.
-
-They know requests from SchedulerOutput, as real ranks do, and the salt, which real ranks have in the block
-hashes that the scheduler gave them. They keep the ids of blocks that a request of a group with a window has
-freed: attention does not look there.
-"""
+"""Ranks of one engine without an executor: they compute with the model what steps tell them to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
-from lab.sim.hosts.full.memory import JUNK, RankMemory
-from lab.sim.hosts.full.model import CONTENT, Model, Seen, Words
+from baton.testing.host.memory import JUNK, RankMemory
+from baton.testing.host.model import CONTENT, Model, Seen, Words
+from baton.testing.host.rows import Row, Rows
 
 Tables = Sequence[Sequence[int]]
 """Block ids of each cache group, from token 0 on."""
-
-
-@dataclass(slots=True)
-class _Row:
-    tokens: list[int]
-    tables: list[list[int]]
-    salt: str | None
-    num_prompt: int
-    num_computed: int
 
 
 class Ranks:
@@ -45,7 +31,7 @@ class Ranks:
         self.salts: dict[str, str | None] = {}
         self.weights = 0  # The weights that compute now.
         self._block_tokens = block_tokens
-        self._rows: dict[str, _Row] = {}
+        self.rows = Rows(self.salts)
         self._written: list[
             tuple[NDArray[np.int64], NDArray[np.int64]]
         ] = []  # Blocks and offsets that this step wrote.
@@ -62,36 +48,14 @@ class Ranks:
     # --- Step -------------------------------------------------------------------------------------
 
     def take_over(self, output: SchedulerOutput) -> None:
-        for request_id in output.finished_req_ids:
-            self._rows.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            assert new.req_id not in self._rows, "a request is new once"
-            self._rows[new.req_id] = _Row(
-                [*new.prompt_token_ids, *new.output_token_ids],
-                [list(block_ids) for block_ids in new.block_ids],
-                self.salts[new.req_id],
-                len(new.prompt_token_ids),
-                new.num_computed_tokens,
-            )
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            row, new_blocks = self._rows[request_id], cached.new_block_ids[index]
-            row.num_computed = cached.num_computed_tokens[index]
-            if request_id in cached.resumed_req_ids:
-                assert new_blocks is not None
-                row.tables = [list(block_ids) for block_ids in new_blocks]
-                row.tokens = list(cached.all_token_ids[request_id])
-            elif new_blocks is not None:
-                for table, block_ids in zip(row.tables, new_blocks, strict=True):
-                    table += block_ids
-            assert len(row.tokens) == row.num_prompt + cached.num_output_tokens[index]
+        self.rows.take_over(output)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run requests as scheduled: one that shares a new block comes after the one that fills it."""
         result = ModelRunnerOutput()
         self._written.clear()
         for request_id, num_new in output.num_scheduled_tokens.items():
-            row = self._rows[request_id]
+            row = self.rows[request_id]
             seen = self._compute(row, num_new)
             sampled: list[int] = []
             if row.num_computed + num_new == len(row.tokens):
@@ -101,7 +65,7 @@ class Ranks:
             result.sampled_token_ids.append(sampled)
         return result
 
-    def _compute(self, row: _Row, num_new: int) -> Seen:
+    def _compute(self, row: Row, num_new: int) -> Seen:
         first, last = row.num_computed, row.num_computed + num_new
         assert last <= len(row.tokens)
         seen = self.model.read(self.read(row.tables, first), row.salt, self.weights)
@@ -109,10 +73,15 @@ class Ranks:
         for token_id in row.tokens[first:last]:
             kv, seen = self.model.step(seen, token_id)
             parts.append(kv)
-        words = self.model.as_words(b"".join(parts))
+        self.write(row.tables, first, self.model.as_words(b"".join(parts)))
+        return seen
+
+    def write(self, tables: Tables, first: int, words: Words) -> None:
+        """Write the KV of the tokens from `first` on, `[token, layer, head, K|V]`; a state after the last."""
+        last = first + len(words)
         positions = np.arange(first, last)
         offsets = positions % self._block_tokens
-        for group, table in zip(self.groups, row.tables, strict=True):
+        for group, table in zip(self.groups, tables, strict=True):
             if group.is_state:
                 for memory in self.memories:
                     memory.write_state(table[(last - 1) // self._block_tokens], words[-1, list(group.layers)])
@@ -121,7 +90,6 @@ class Ranks:
             self._written.append((blocks, offsets))
             for memory in self.memories:
                 memory.write(blocks, offsets, words[:, list(group.layers)])
-        return seen
 
     def hide_later_layers(self) -> None:
         """Hide all that this step has computed except the first layer: the rest is not in memory yet."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, places_of
 from baton.core.layout import kv_heads_of
-from lab.sim.hosts.full.model import CONTENT, WORD_BYTES, Words
+from baton.testing.host.model import CONTENT, WORD_BYTES, Words
 
 UNWRITTEN = -1  # Not written since the block was handed out.
 OWN = 0  # Computed here. Above: the number of a read.
