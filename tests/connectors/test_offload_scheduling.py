@@ -17,11 +17,13 @@ from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames, UnnamedPrompt
 from baton.core.errors import ConfigError
 from baton.engine.request import Request
+from baton.testing.host.memory import RankMemory
+from baton.testing.host.model import Words
+from baton.testing.host.ranks import Ranks
 from tests.connectors.host_views import view_fields
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import (
     BLOCK,
-    FakeRanks,
     engine_config,
     engine_request,
 )
@@ -30,21 +32,21 @@ STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
 
 
 class ListCopies(Copies):
-    """Copies between lists, at once."""
+    """Copies in memory, at once."""
 
-    def __init__(self, memory: list[list[int | None]], num_rows: int) -> None:
-        self.memory = memory
-        self.rows: list[list[int | None]] = [[None] * BLOCK for _ in range(num_rows)]
+    def __init__(self, memory: RankMemory, num_rows: int) -> None:
+        self.blocks = memory.words
+        self.rows: list[Words | None] = [None] * num_rows
         self.ended: list[CopyEnd] = []
 
     def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
         for block_id, row in zip(block_ids, rows, strict=True):
-            self.rows[row] = list(self.memory[block_id])
+            self.rows[row] = self.blocks[block_id].copy()
         self.ended.append(CopyEnd(job))
 
     def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
         for block_id, row in zip(block_ids, rows, strict=True):
-            self.memory[block_id] = list(self.rows[row])
+            self.blocks[block_id] = self.rows[row]
         self.ended.append(CopyEnd(job))
 
     def take_ended(self) -> list[CopyEnd]:
@@ -82,11 +84,11 @@ class OffloadWorld(StoreWorld):
         )
         self.now_s = 0.0
         self.half = OffloadSchedulerHalf(identity, clock=lambda: self.now_s)
-        ranks = FakeRanks(num_blocks, groups)
-        copies = make_copies(ranks.memory, identity.num_rows)
+        ranks = Ranks.of_engine(config)
+        copies = make_copies(ranks.memories[0], identity.num_rows)
         worker = OffloadWorkerHalf(identity, lambda caches, identity: copies)
         worker._copies = copies  # There are no tensors to register.
-        super().__init__(config, self.half, [ranks], [worker])
+        super().__init__(config, self.half, ranks, [worker])
 
     def serve(self, name: str, prompt: Sequence[int], **request: Any) -> None:
         self.add(engine_request(name, prompt, max_tokens=1, **request))

@@ -6,13 +6,13 @@ engine or with an error, and in the end no block and no copy may be left.
 
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,38 +24,18 @@ from baton.connectors.shared_storage import (
     form,
 )
 from baton.connectors.shared_storage.layer_kinds import LayerKind
-from baton.contract import KVConnectorWorkerHalf
 from baton.core.kv_events import BlockStored, KVCacheEvent
-from baton.core.kv_groups import KVCacheGroup
+from baton.engine.api import EngineOutputs
 from baton.engine.step import SchedulerOutput
 from baton.stores.base.chunk_name import ChunkName
+from baton.testing.host.ranks import Ranks
 from tests.connectors.host_views import view_fields
 from tests.connectors.storage_world import files_in
 from tests.connectors.store_world import StoreWorld
-from tests.engine_sched.world import BLOCK, FakeRanks, engine_config, engine_request
+from tests.engine_sched.world import BLOCK, engine_config, engine_request
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
 NUM_LAYERS = 3  # Layers in a world that loads by layers.
-NOTHING = torch.iinfo(torch.int64).min
-
-
-class TensorRanks(FakeRanks):
-    """Ranks whose KV is one tensor for all layers, as if layers of different groups share memory.
-
-    `num_tensors`: equal ones, of layers of one group. What differs between them is wrong.
-    """
-
-    def __init__(self, num_blocks: int, groups: tuple[KVCacheGroup, ...], num_tensors: int = 1) -> None:
-        super().__init__(num_blocks, groups)
-        self.cache = torch.full((num_tensors, num_blocks, 1, BLOCK, 1), NOTHING, dtype=torch.int64)
-        self._slots = self.cache.numpy()[:, :, 0, :, 0]
-
-    def write(self, block_ids: list[int], position: int, value: int | None) -> None:
-        self._slots[:, block_ids[position // BLOCK], position % BLOCK] = NOTHING if value is None else value
-
-    def read(self, block_ids: list[int], position: int) -> int | None:
-        value, *others = self._slots[:, block_ids[position // BLOCK], position % BLOCK].tolist()
-        return None if value == NOTHING or any(other != value for other in others) else value
 
 
 class LateJobs:
@@ -108,7 +88,9 @@ class StorageWorld(StoreWorld):
         layerwise: bool = False,
         **engine: Any,
     ) -> None:
-        config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
+        if layerwise:
+            engine["windows"] = (None,) * NUM_LAYERS
+        config = engine_config(num_blocks=num_blocks, max_model_len=60, num_ranks=num_ranks, **engine)
         self.rng, self.folder, self.rot_share = rng, folder, rot_share
         self.now_s = 0.0
         self.known: set[tuple[LayerKind, bytes]] = set()
@@ -129,19 +111,16 @@ class StorageWorld(StoreWorld):
         self.half = HeardHalf(identities[0], clock=lambda: self.now_s)
         self.workers = [StorageWorkerHalf(identity, clock=lambda: self.now_s) for identity in identities]
         self.jobs = [self._make_late(self.half, "_lookups")]
-        num_tensors = NUM_LAYERS if layerwise else 1
-        ranks = [TensorRanks(num_blocks, config.kv_cache_groups, num_tensors) for _ in identities]
+        ranks = Ranks.of_engine(config)
         self.num_awaited = 0
-        for worker, rank in zip(self.workers, ranks, strict=True):
+        self.counts: Counter[str] = Counter()
+        for worker, memory in zip(self.workers, ranks.memories, strict=True):
             self.jobs += [
                 self._make_late(worker._transfers, "_readers", rng),
                 self._make_late(worker._transfers, "_writer"),
                 self._make_late(worker._transfers, "_ahead", rng),
             ]
-            layers = range(max(num_tensors, config.model_config.num_hidden_layers))
-            worker.register_kv_caches(
-                {f"layer {layer}": rank.cache[layer if layerwise else 0] for layer in layers}
-            )
+            worker.register_kv_caches(memory.kv_caches)
             worker._transfers.wait = partial(self.wait_for_layer, worker)  # type: ignore[method-assign]
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
         self.half.set_xfer_handshake_metadata_pp_aware(
@@ -166,19 +145,22 @@ class StorageWorld(StoreWorld):
             readers.do(1)
         return until()
 
-    def call_hooks(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> None:
+    def show_layers(self, output: SchedulerOutput) -> None:
         counts = output.num_scheduled_tokens.values()
         if max(counts, default=0) > 1 or (counts and self.rng.random() < 0.5):  # Else a recorded step.
-            for layer in range(NUM_LAYERS):
-                worker.wait_for_layer_load(f"layer {layer}")
+            super().show_layers(output)
 
-    def step(self) -> None:
-        super().step()
+    def finish_oldest(self) -> EngineOutputs:
+        outputs = super().finish_oldest()
+        counts = outputs.stats.kv_connector_stats or {} if outputs.stats is not None else {}
+        for name in ("loaded_chunks", "prefetched_chunks"):
+            self.counts[name] += counts.get(name, 0)
         for jobs in self.jobs:
             jobs.do(self.rng.randint(0, 3))
         self.check_events()
         if self.rng.random() < self.rot_share:
             self.rot()
+        return outputs
 
     def check_events(self) -> None:
         """What is reported as stored is there, in a file of each rank. Rot is found out later."""
@@ -306,9 +288,7 @@ def test_only_the_files_that_windows_need_are_read(
         world.add(engine_request("r", STEMS[0][:37], max_tokens=3))
         world.run()
         world.check()
-        stats = world.workers[0].get_kv_connector_stats()
-        assert stats is not None
-        assert stats.data["loaded_chunks"] == count
+        assert world.counts["loaded_chunks"] == count
         speeds = world.half._speeds
         assert (speeds._stores[0]._num, speeds._prefill._num > 0) == (count, not count), "measured"
         stored = [event for event in world.half.heard if isinstance(event, BlockStored)]
@@ -328,9 +308,7 @@ def test_a_request_that_waits_for_another_is_read_ahead(tmp_path: Path) -> None:
     world.add(engine_request("waits", STEMS[0][:37], max_tokens=3))
     world.run()
     world.check()
-    stats = world.workers[0].get_kv_connector_stats()
-    assert stats is not None
-    assert (stats.data["loaded_chunks"], stats.data["prefetched_chunks"]) == (9, 9)
+    assert (world.counts["loaded_chunks"], world.counts["prefetched_chunks"]) == (9, 9)
 
 
 def test_blocks_from_the_prefix_cache_are_saved_if_they_are_held(tmp_path: Path) -> None:

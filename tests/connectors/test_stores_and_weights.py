@@ -177,7 +177,7 @@ def test_weights_that_come_back_find_their_chunks_again(world: Any) -> None:
 def test_after_a_reset_nothing_is_found(world: Any) -> None:
     world.serve_again("first", first("first"))
     assert world.half.reset_cache() is True
-    world._use_current_weights(world.asked["first"])
+    world._use_current_weights(world.answers["first"].asked)
     assert world.serve_again("again", first("again")) == 0
     world.check()
 

@@ -3,9 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from baton.engine.api import EngineRequest
+from baton.engine.api import EngineOutput, EngineRequest
 from tests.connectors.store_world import StoreWorld
-from tests.engine_sched.world import kv_of, next_token
 
 NAMES = [(None, None), (None, "a"), (None, "b"), ("w", None), ("w2", None)]  # "w": those of the start.
 
@@ -30,25 +29,24 @@ class ChangesWeights(StoreWorld):
             if request.request_id not in kept:
                 self.scheduler._rollback.restart(request)
         assert self.half.set_weights(weights, version) is True
-        for request_id, asked in self.asked.items():
+        for request_id, answer in self.answers.items():
             if request_id not in kept:
-                self._use_current_weights(asked)
+                self._use_current_weights(answer.asked)
 
     def _use_current_weights(self, asked: EngineRequest) -> None:
         current = self.half._identity.current.value
-        for rank, _ in self._ranks:
-            salt = rank.salts[asked.request_id] = f"{asked.cache_salt} {current.weights} {current.version}"
-            if (row := rank.rows.get(asked.request_id)) is not None:
-                row.salt = salt
+        salt = f"{asked.cache_salt} {current.weights} {current.version}"
+        self.ranks.salts[asked.request_id] = salt
+        if (row := self.ranks.rows.get(asked.request_id)) is not None:
+            row.salt = salt
 
-    def step(self) -> None:
-        before = {request_id: len(answer.token_ids) for request_id, answer in self.answers.items()}
-        super().step()
-        for request_id, answer in self.answers.items():
-            salt = self._ranks[0][0].salts[request_id]
-            for end in range(before[request_id], len(answer.token_ids)):
-                known = [*self.asked[request_id].prompt_token_ids, *answer.token_ids[:end]]
-                assert answer.token_ids[end] == next_token(kv_of(known, salt)[-1]), request_id
+    def take(self, output: EngineOutput) -> None:
+        answer = self.answers[output.request_id]
+        salt = self.ranks.salts[output.request_id]
+        for token_id in output.new_token_ids:
+            known = [*answer.asked.prompt_token_ids, *answer.token_ids]
+            assert token_id == next(self.ranks.model.tokens_after(known, salt)), output.request_id
+        super().take(output)
 
     def check_answers(self, on_failure: str) -> None:
         for answer in self.answers.values():

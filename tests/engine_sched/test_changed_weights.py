@@ -5,7 +5,7 @@ import pytest
 from baton.core.kv_events import AllBlocksCleared
 from tests.engine_sched.test_arriving_loads import arriving_world
 from tests.engine_sched.test_load_failures import PROMPT, cached_prefix, loading_world
-from tests.engine_sched.world import World, expected_output, kv_of, prefilled_tokens
+from tests.engine_sched.world import World, prefilled_tokens
 
 WINDOWS = (None, 8)
 
@@ -17,7 +17,7 @@ def change_weights(world: World, version: str = "v2", *, promises: bool | None =
     world.half.set_weights = lambda weights, version: promises  # type: ignore[method-assign]
     world.scheduler.change_weights("digest", version)
     world.scheduler.kv_cache.assert_consistent(world.other_holders)
-    world.ranks.memory = [[None] * len(block) for block in world.ranks.memory]
+    world.spoil_all()
 
 
 @pytest.mark.parametrize("windows", [(), WINDOWS], ids=["one group", "windows"])
@@ -52,11 +52,11 @@ def test_a_load_under_way_is_of_no_use_and_no_failure(
     world.step()
     assert world.status("a") == "WAITING_FOR_REMOTE_KVS"
     change_weights(world)
-    of_old_weights = prefilled_tokens(world.asked["a"], [3])
-    assert expected_output(world.asked["a"])[0] != 3
+    of_old_weights = prefilled_tokens(world.answers["a"].asked, [3])
+    assert world.expected_output("a")[0] != 3
     world.half.prefilled = lambda request_id: of_old_weights
     world.end_load("a", failed=report == "failed", bad_indices={3} if report == "bad block" else None)
-    world.ranks.memory = [[None] * len(block) for block in world.ranks.memory]
+    world.spoil_all()
     world.end("a")
     assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 0
 
@@ -84,12 +84,12 @@ def test_lent_blocks_keep_their_content_and_are_found_no_more() -> None:
     world.step()
     lent = world.scheduler.kv_cache.get_block_ids("lent")
     change_weights(world)
-    for position, value in enumerate(kv_of(PROMPT, None)):
-        world.ranks.write(lent[0], position, value)  # The other memory is wrong.
+    kv = world.ranks.model.kv(PROMPT, None, 0)
+    world.ranks.write(lent, 0, kv)  # The other memory is wrong.
     world.add("a", PROMPT)
     world.step()
     assert not set(lent[0]) & set(world.scheduler.kv_cache.get_block_ids("a")[0])
-    assert [world.ranks.read(lent[0], i) for i in range(len(PROMPT))] == kv_of(PROMPT, None)
+    assert world.ranks.holds(0, lent[0], kv, 0)
     world.end_send("lent")
     world.end("a")
 

@@ -161,7 +161,7 @@ def test_no_request_hits_a_bad_block_while_a_load_waits_after_it() -> None:
     world.step()
     assert world.half.loads["b"].first_token == 16
     bad = world.scheduler.kv_cache.get_block_ids("b")[0][2]
-    world.ranks.fill(world.half.loads["b"], {bad})
+    world.fill(world.half.loads["b"], {bad})
     world.report.invalid_block_ids = {bad}
     world.step()
     assert world.status("b") == "WAITING_FOR_REMOTE_KVS"

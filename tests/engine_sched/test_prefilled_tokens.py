@@ -10,15 +10,8 @@ from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineRequest, SamplingParams, TokenLogprob, TokenLogprobs
 from baton.engine.prefilled import AcceptedTokens, accept, sampling_digest
 from baton.engine.request import Request
-from tests.engine_sched.world import (
-    BLOCK,
-    EOS,
-    VOCAB,
-    World,
-    engine_request,
-    expected_output,
-    prefilled_tokens,
-)
+from baton.testing.host.model import EOS_IDS, VOCAB
+from tests.engine_sched.world import BLOCK, World, engine_request, expected_output, prefilled_tokens
 
 PROMPT = [1 + (5 * i) % 48 for i in range(11)]
 
@@ -41,7 +34,7 @@ def loading(prompt: Sequence[int] = PROMPT, *, world: World | None = None, **kwa
 
 
 def hand_over(world: World, num_tokens: int = 1, **changes: Any) -> None:
-    asked = world.asked["r"]
+    asked = world.answers["r"].asked
     tokens = prefilled_tokens(asked, expected_output(asked)[:num_tokens])
     world.half.prefilled = lambda request_id: msgspec.structs.replace(tokens, **changes)
 
@@ -60,7 +53,7 @@ def test_the_first_token_leaves_when_the_load_arrives_and_nothing_of_the_prompt_
     world.end_load("r")
     world.step()
     (output,) = world.outputs[-1].outputs
-    assert output.new_token_ids == expected_output(world.asked["r"])[:1]
+    assert output.new_token_ids == expected_output(world.answers["r"].asked)[:1]
     assert output.num_cached_tokens == output.num_transferred_tokens == length
     world.run()
     assert computed_in(world) == [1, 1, 1]
@@ -83,7 +76,7 @@ def test_a_token_is_kept_when_the_load_fails_and_the_prompt_is_computed_here(bad
     hand_over(world)
     world.end_load("r", bad_indices=bad_indices)
     world.step()
-    assert world.answers["r"].token_ids == expected_output(world.asked["r"])[:1]
+    assert world.answers["r"].token_ids == expected_output(world.answers["r"].asked)[:1]
     world.run()
     num_valid = min(bad_indices) * BLOCK
     assert computed_in(world)[0] == len(PROMPT) + 1 - num_valid
@@ -93,7 +86,7 @@ def test_a_token_is_kept_when_the_load_fails_and_the_prompt_is_computed_here(bad
 def test_a_handed_over_end_of_sequence_ends_the_request_without_a_step() -> None:
     # A prompt after which the model samples end of sequence.
     prompt = next(
-        p for n in range(1, 2000) if expected_output(engine_request("x", p := [n, n + 1]))[0] == EOS
+        p for n in range(1, 2000) if expected_output(engine_request("x", p := [n, n + 1]))[0] in EOS_IDS
     )
     world = loading(prompt, ignore_eos=False)
     hand_over(world)
@@ -102,7 +95,7 @@ def test_a_handed_over_end_of_sequence_ends_the_request_without_a_step() -> None
     assert computed_in(world) == []
     world.check_answer("r", "stop")
     assert world.answers["r"].last is not None
-    assert world.answers["r"].last.stop_token_id == EOS
+    assert world.answers["r"].last.stop_token_id in EOS_IDS
     world.check_at_rest()
 
 
@@ -123,7 +116,7 @@ def test_a_limit_or_a_stop_token_reached_by_a_handed_over_token_ends_the_request
 def test_tokens_after_a_handed_over_stop_are_dropped() -> None:
     second = expected_output(engine_request("x", PROMPT))[1]
     world = loading(stop_token_ids=(second,))
-    asked = world.asked["r"]
+    asked = world.answers["r"].asked
     longer = prefilled_tokens(asked, [*expected_output(asked), 3, 4])
     world.half.prefilled = lambda request_id: longer
     world.end_load("r")
@@ -167,8 +160,8 @@ def test_a_preempted_prefill_that_is_loaded_later_gets_the_token_too() -> None:
 
 def test_a_handed_over_token_has_as_many_logprobs_as_requested() -> None:
     world = loading(logprobs=2)
-    first = expected_output(world.asked["r"])[0]
-    tokens = prefilled_tokens(world.asked["r"], [first], [logprobs_of(first, 5)])
+    first = expected_output(world.answers["r"].asked)[0]
+    tokens = prefilled_tokens(world.answers["r"].asked, [first], [logprobs_of(first, 5)])
     world.half.prefilled = lambda request_id: tokens
     world.end_load("r")
     world.step()
@@ -180,7 +173,7 @@ def test_a_handed_over_token_has_as_many_logprobs_as_requested() -> None:
 
 
 def request_of(asked: EngineRequest) -> Request:
-    return Request(asked, block_size=BLOCK, eos_token_ids=(EOS,))
+    return Request(asked, block_size=BLOCK, eos_token_ids=EOS_IDS)
 
 
 def accept_for(request: Request, tokens: PrefilledTokens) -> AcceptedTokens | None:
@@ -284,4 +277,4 @@ def test_sampled_tokens_are_available_when_the_connector_is_asked() -> None:
     world.run()
     (tokens,) = seen
     assert tokens is not None
-    assert list(tokens.token_ids) == expected_output(world.asked["r"])
+    assert list(tokens.token_ids) == expected_output(world.answers["r"].asked)

@@ -19,16 +19,8 @@ from hypothesis.stateful import (
 
 from baton.core.errors import BadTransferParams, UserError
 from baton.core.prefilled import PrefilledTokens
-from tests.engine_sched.world import (
-    BLOCK,
-    EOS,
-    GARBAGE,
-    STATE,
-    FakeLoad,
-    World,
-    expected_output,
-    prefilled_tokens,
-)
+from baton.testing.host.model import EOS_IDS, STATE
+from tests.engine_sched.world import BLOCK, FakeLoad, World, prefilled_tokens
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(30)] for stem in range(3)]
 SCRIPTS = ["compute", "async", "sync", "later", "user error", "bug", "bug in alloc", "too many"]
@@ -41,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scripts: dict[str, tuple[str, int]] = {}
         self.lends: dict[str, bool] = {}
         self.hands_over: dict[str, str] = {}
-        self.lent: dict[str, tuple[list[int], list[list[int | None]]]] = {}
+        self.lent: dict[str, tuple[list[int], list[bytes]]] = {}
         self.sync_failure_rate = 0
         self.aborted: set[str] = set()
 
@@ -108,31 +100,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False, None
         if request.request_id in self.world.half.loads:
             block_ids = []  # Aborted while it was filled: its contents may still change, its blocks may not.
-        self.lent[request.request_id] = (block_ids, self._content(block_ids))
+        self.lent[request.request_id] = (block_ids, self.world.content(block_ids))
         return True, {"ticket": request.request_id}
 
     def _prefilled(self, request_id: str) -> PrefilledTokens | None:
-        asked = self.world.asked[request_id]
+        asked = self.world.answers[request_id].asked
         match self.hands_over[request_id]:
             case "right":
                 count = 1 + self.scripts[request_id][1] % 3
-                return prefilled_tokens(asked, expected_output(asked)[:count])
+                return prefilled_tokens(asked, self.world.expected_output(request_id)[:count])
             case "others":
                 other = msgspec.structs.replace(asked.sampling_params, temperature=0.5)
-                return prefilled_tokens(msgspec.structs.replace(asked, sampling_params=other), [GARBAGE])
+                return prefilled_tokens(msgspec.structs.replace(asked, sampling_params=other), [40])
             case "bug":
                 raise RuntimeError
             case _:
                 return None
 
-    def _content(self, block_ids: list[int]) -> list[list[int | None]]:
-        return [list(self.world.ranks.memory[block_id]) for block_id in block_ids]
-
     def _bad_sync_blocks(self, load: FakeLoad) -> set[int]:
         first, last = load.first_token // BLOCK, (load.first_token + load.num_tokens - 1) // BLOCK
         external = [b for table in load.tables for b in table[first : last + 1]]
         bad = {b for i, b in enumerate(external) if (i + self.count) % 3 < self.sync_failure_rate}
-        return bad - self.world.ranks.null_blocks
+        return bad - self.world.null_blocks
 
     # --- Actions --------------------------------------------------------------------------
 
@@ -173,7 +162,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             pool_tokens = self.world.config.cache_config.num_gpu_blocks * BLOCK
             assert self._is_hybrid or len(prompt) + max_tokens > pool_tokens + 1
             assert request_id not in self.world.half.asked
-            del self.world.asked[request_id], self.world.answers[request_id]
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
@@ -243,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_lent_is_not_touched(self) -> None:
         for block_ids, content in self.lent.values():
-            assert self._content(block_ids) == content
+            assert self.world.content(block_ids) == content
 
     @invariant()
     def what_a_step_in_flight_writes_is_fenced(self) -> None:
@@ -271,8 +259,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.lent.clear()
             world.step_if_useful()
         world.check_at_rest()
-        for request_id, asked in world.asked.items():
-            self._check(request_id, expected_output(asked))
+        for request_id in world.answers:
+            self._check(request_id, world.expected_output(request_id))
 
     def _check(self, request_id: str, expected: list[int]) -> None:
         answer = self.world.answers[request_id]
@@ -288,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert script in allowed
             case "stop":
                 assert answer.token_ids == expected
-                assert expected[-1] == EOS
+                assert expected[-1] in EOS_IDS
             case "length":
                 assert answer.token_ids == expected
             case _:

@@ -101,13 +101,13 @@ def test_lent_blocks_can_be_hit_but_are_never_taken() -> None:
     world.add("a", PROMPT, max_tokens=1)
     world.step()
     lent = world.half.finished_blocks["a"]
-    before = [list(world.ranks.memory[block_id]) for block_id in lent]
+    before = world.content(lent)
     world.half.lends = lambda request, block_ids: (False, None)
     world.add("b", [*PROMPT[:8], 40, 41], max_tokens=3)
     world.add("c", range(20, 28), max_tokens=3)
     for _ in range(30):
         world.step()
-    assert [world.ranks.memory[block_id] for block_id in lent] == before
+    assert world.content(lent) == before
     world.check_answer("b")
     world.check_answer("c")
     world.end_send("a")

@@ -3,7 +3,8 @@
 import pytest
 
 from baton.core.errors import UserError
-from tests.engine_sched.world import EOS, World, engine_request, expected_output
+from baton.testing.host.model import EOS_IDS, VOCAB
+from tests.engine_sched.world import World, engine_request, expected_output
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -212,7 +213,7 @@ def stopping_prompt() -> tuple[list[int], list[int]]:
     for first in range(40):
         tokens = prompt(first, 7)
         output = expected_output(engine_request("x", tokens, max_tokens=12))
-        if output[0] != output[1] and output[1] not in output[2:] and EOS not in output:
+        if output[0] != output[1] and output[1] not in output[2:] and not {*EOS_IDS} & {*output}:
             return tokens, output
     raise AssertionError
 
@@ -265,7 +266,7 @@ def test_shutdown_reaches_the_connector() -> None:
     ("tokens", "max_tokens", "num_blocks", "field", "mend"),
     [
         ([], 1, 10, "prompt", "at least one token"),
-        ([1, 50], 1, 10, "prompt", "vocabulary"),
+        ([1, VOCAB], 1, 10, "prompt", "vocabulary"),
         ([-1], 1, 10, "prompt", "vocabulary"),
         ([1] * 64, 1, 16, "prompt", "64: shorten the prompt$"),
         ([1] * 60, 5, 16, "max_tokens", "at most 4, or shorten the prompt$"),

@@ -3,7 +3,8 @@
 import pytest
 
 from baton.core.kv_groups import KVCacheGroup, group_layers
-from tests.engine_sched.world import BLOCK, STATE, World, expected_output, prefilled_tokens
+from baton.testing.host.model import STATE
+from tests.engine_sched.world import BLOCK, World, prefilled_tokens
 
 PROMPT = list(range(1, 15))  # Three blocks and two tokens.
 HYBRID = (None, STATE, STATE)
@@ -80,7 +81,7 @@ def test_a_load_of_all_tokens_continues_with_the_first_output_token() -> None:
     world = World(windows=HYBRID)
     world.half.verdict = lambda request, local: (request.num_tokens - local, True)
     asked = world.add("a", PROMPT)
-    world.half.prefilled = lambda request_id: prefilled_tokens(asked, expected_output(asked)[:1])
+    world.half.prefilled = lambda request_id: prefilled_tokens(asked, world.expected_output("a")[:1])
     world.step()
     world.end_load("a")
     world.end("a")

@@ -1,17 +1,10 @@
-"""A scheduler in a small world: ranks with a verifiable "KV", and a connector with prescribed behaviour.
-
-The KV of token i is a number that depends on tokens 0..i (and the salt), and the next token depends on it.
-So a request that computes on a wrong, foreign or missing block ends with other tokens than `expected_output`.
-
-With windows and groups, each window has its own block table, and tokens depend on the KV in the window. Block
-0 is the null block then. `STATE` as a window is a layer with a recurrent state: its block holds the number of
-the last computed token, and a step that begins from another number computes wrong ones.
-"""
+"""The host's engine with a connector of prescribed behaviour, which fills the blocks of its loads itself."""
 
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, SupportsHMA
@@ -22,21 +15,22 @@ from baton.core.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from baton.core.kv_events import KVCacheEvent
-from baton.core.kv_groups import KVCacheGroup, is_hybrid
+from baton.core.kv_groups import is_hybrid
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs
 from baton.engine.request import Request
-from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.testing.host.engine import Engine
+from baton.testing.host.memory import JUNK
+from baton.testing.host.model import EOS_IDS, STATE, VOCAB, model_of
+from baton.testing.host.ranks import Ranks
 
 BLOCK = 4
-VOCAB = 50
-EOS = 0
-GARBAGE = 49  # Sampled if a rank computes on wrong KV; `next_token` never returns it.
-STATE = 0
+KV_HEADS = 2
 Verdict = tuple[int | None, bool]
 
 
@@ -50,11 +44,11 @@ def model_config(max_model_len: int = 256, windows: tuple[int | None, ...] = ())
         windows=windows,
         state_layers=tuple(layer for layer, window in enumerate(windows) if window == STATE),
         num_attention_heads=2,
-        num_kv_heads=2,
+        num_kv_heads=KV_HEADS,
         head_dim=4,
         hidden_size=8,
         vocab_size=VOCAB,
-        eos_token_ids=(EOS,),
+        eos_token_ids=EOS_IDS,
         bos_token_id=None,
         architecture_digest="a",
         weights_digest="w",
@@ -75,6 +69,7 @@ def engine_config(
     caching: bool = True,
     events: bool = False,
     windows: tuple[int | None, ...] = (),
+    num_ranks: int = 1,
 ) -> EngineConfig:
     return EngineConfig(
         model_config=model_config(max_model_len, windows),
@@ -85,6 +80,9 @@ def engine_config(
             policy=policy,  # type: ignore[arg-type]
             enable_chunked_prefill=chunked,
             long_prefill_token_threshold=longest_chunk,
+        ),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=num_ranks, executor="multiprocess" if num_ranks > 1 else "inprocess"
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="Fake",
@@ -125,28 +123,14 @@ def engine_request(
 # --- Expected results ------------------------------------------------------------------
 
 
-def kv_of(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
-    """The KV of each token."""
-    kv, value = [], len(salt) + 1 if salt is not None else 0  # hash() of a str differs from run to run.
-    for token_id in token_ids:
-        value = hash((value, token_id))
-        kv.append(value)
-    return kv
-
-
-def next_token(kv: int) -> int:
-    return kv % (VOCAB - 1)
-
-
-def expected_output(asked: EngineRequest) -> list[int]:
+def expected_output(asked: EngineRequest, windows: tuple[int | None, ...] = ()) -> list[int]:
     """The output of a single engine with a large pool."""
-    tokens, params = list(asked.prompt_token_ids), asked.sampling_params
+    model, params = model_of(KV_HEADS, windows or (None,)), asked.sampling_params
+    stops = params.stop_token_ids if params.ignore_eos else (*EOS_IDS, *params.stop_token_ids)
     output: list[int] = []
-    while len(output) < params.max_tokens:
-        output.append(next_token(kv_of(tokens, asked.cache_salt)[-1]))
-        tokens.append(output[-1])
-        stops = params.stop_token_ids if params.ignore_eos else (EOS, *params.stop_token_ids)
-        if output[-1] in stops and len(output) >= params.min_tokens:
+    for token_id in islice(model.tokens_after(asked.prompt_token_ids, asked.cache_salt), params.max_tokens):
+        output.append(token_id)
+        if token_id in stops and len(output) >= params.min_tokens:
             break
     return output
 
@@ -155,7 +139,7 @@ def prefilled_tokens(
     asked: EngineRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
 ) -> PrefilledTokens:
     """The tokens that an engine would sample for the same request."""
-    request = Request(asked, block_size=BLOCK, eos_token_ids=(EOS,))
+    request = Request(asked, block_size=BLOCK, eos_token_ids=EOS_IDS)
     for token_id in token_ids:
         request.append_output_token(token_id)
     request.output_logprobs += logprobs
@@ -173,7 +157,8 @@ class FakeLoad:
     tables: tuple[list[int], ...]  # The request's whole tables at the time.
     first_token: int
     num_tokens: int
-    kv: list[int]
+    token_ids: list[int]  # The prefix that has KV after the load.
+    salt: str | None
 
     @property
     def block_ids(self) -> list[int]:
@@ -239,7 +224,8 @@ class FakeHalf(KVConnectorSchedulerHalf):
             tables,
             first,
             num_external_tokens,
-            kv_of(request.all_token_ids[: first + num_external_tokens], request.cache_salt),
+            request.all_token_ids[: first + num_external_tokens],
+            request.cache_salt,
         )
         if self._is_async[request.request_id]:
             assert request.request_id not in self.loads
@@ -310,191 +296,17 @@ class FakeHalfOfGroups(FakeHalf, SupportsHMA):
         )
 
 
-# --- The ranks -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Row:
-    prompt: list[int]
-    tokens: list[int]
-    tables: tuple[list[int], ...]  # Block ids, per KV-cache group.
-    salt: str | None
-    num_computed: int = 0
-
-
-class FakeRanks:
-    """Ranks that know only SchedulerOutput, as real ranks do, and the salt, which real hashes include."""
-
-    def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup] = (KVCacheGroup(()),)) -> None:
-        self.groups = groups
-        self.null_blocks = {0} if is_hybrid(groups) else set()
-        self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
-        self.rows: dict[str, _Row] = {}
-        self._wrong_states: set[str] = set()  # Requests of this step whose states are wrong after it.
-        self.salts: dict[str, str | None] = {}
-
-    def write(self, block_ids: list[int], position: int, value: int | None) -> None:
-        self.memory[block_ids[position // BLOCK]][position % BLOCK] = value
-
-    def read(self, block_ids: list[int], position: int) -> int | None:
-        return self.memory[block_ids[position // BLOCK]][position % BLOCK]
-
-    def fill(self, load: FakeLoad, bad_blocks: set[int]) -> None:
-        for group, block_ids in enumerate(load.tables):
-            if self.groups[group].is_state:
-                last = load.first_token + load.num_tokens - 1
-                block_id = block_ids[last // BLOCK]
-                assert block_id not in self.null_blocks, "a state without a block"
-                self._write_state(block_ids, last, None if block_id in bad_blocks else load.kv[last] + group)
-                continue
-            for position in range(load.first_token, load.first_token + load.num_tokens):
-                block_id = block_ids[position // BLOCK]
-                if block_id not in self.null_blocks:
-                    value = None if block_id in bad_blocks else load.kv[position] + group
-                    self.write(block_ids, position, value)
-
-    def _write_state(self, block_ids: list[int], last: int, value: int | None) -> None:
-        self.memory[block_ids[last // BLOCK]] = [value] * BLOCK
-
-    def _begins_from_right_states(self, row: _Row, right: list[int]) -> bool:
-        before = row.num_computed - 1
-        return before < 0 or all(
-            self.memory[block_ids[before // BLOCK]][0] == right[before] + index
-            for index, (group, block_ids) in enumerate(zip(self.groups, row.tables, strict=True))
-            if group.is_state
-        )
-
-    def take_over(self, output: SchedulerOutput) -> None:
-        for request_id in output.finished_req_ids:
-            self.rows.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            assert new.req_id not in self.rows, "a request is new once"
-            prompt = list(new.prompt_token_ids)
-            self.rows[new.req_id] = _Row(
-                prompt,
-                [*prompt, *new.output_token_ids],
-                tuple(map(list, new.block_ids)),
-                self.salts[new.req_id],
-                new.num_computed_tokens,
-            )
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            row, new_blocks = self.rows[request_id], cached.new_block_ids[index]
-            row.num_computed = cached.num_computed_tokens[index]
-            if request_id in cached.resumed_req_ids:
-                assert new_blocks is not None
-                row.tables = tuple(map(list, new_blocks))
-                row.tokens = list(cached.all_token_ids[request_id])
-            elif new_blocks is not None:
-                for table, block_ids in zip(row.tables, new_blocks, strict=True):
-                    table += block_ids
-            assert len(row.tokens) == len(row.prompt) + cached.num_output_tokens[index]
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        result = ModelRunnerOutput()
-        self._wrong_states = set()
-        right = {r: kv_of(self.rows[r].tokens, self.rows[r].salt) for r in output.num_scheduled_tokens}
-        for request_id in output.num_scheduled_tokens:  # No state is written before all are read.
-            if not self._begins_from_right_states(self.rows[request_id], right[request_id]):
-                self._wrong_states.add(request_id)
-        for request_id, num_new in output.num_scheduled_tokens.items():
-            row = self.rows[request_id]
-            last = row.num_computed + num_new - 1
-            for group, block_ids in enumerate(row.tables):
-                if self.groups[group].is_state:
-                    assert block_ids[last // BLOCK] not in self.null_blocks, "a state without a block"
-                    self._write_state(block_ids, last, right[request_id][last] + group)
-            for position in range(row.num_computed, row.num_computed + num_new):
-                for group, block_ids in enumerate(row.tables):
-                    if self.groups[group].is_state:
-                        continue
-                    assert block_ids[position // BLOCK] not in self.null_blocks, "computed into no block"
-                    self.write(block_ids, position, right[request_id][position] + group)
-        self._spread_errors(output.num_scheduled_tokens, right)
-        for request_id, num_new in output.num_scheduled_tokens.items():
-            row = self.rows[request_id]
-            last = row.num_computed + num_new
-            assert last <= len(row.tokens)
-            sampled: list[int] = []
-            if last == len(row.tokens):
-                is_right = self._first_wrong(row, right[request_id][:last]) is None
-                is_right &= request_id not in self._wrong_states
-                sampled = [next_token(right[request_id][-1]) if is_right else GARBAGE]
-                row.tokens += sampled
-            result.req_ids.append(request_id)
-            result.sampled_token_ids.append(sampled)
-        return result
-
-    def _spread_errors(self, scheduled: dict[str, int], right: dict[str, list[int]]) -> None:
-        """KV that is computed after wrong KV is wrong too, also for requests that share it in this step."""
-        changed = True
-        while changed:
-            changed = False
-            for request_id, num_new in scheduled.items():
-                row = self.rows[request_id]
-                last = row.num_computed + num_new
-                wrong = self._first_wrong(row, right[request_id][:last])
-                if request_id in self._wrong_states:
-                    wrong = row.num_computed
-                if wrong is None:
-                    continue
-                self._wrong_states.add(request_id)
-                for group, block_ids in enumerate(row.tables):
-                    if self.groups[group].is_state:
-                        self._write_state(block_ids, last - 1, None)
-                for position in range(max(row.num_computed, wrong), last):
-                    for group, block_ids in enumerate(row.tables):
-                        if not self.groups[group].is_state and self.read(block_ids, position) is not None:
-                            self.write(block_ids, position, None)
-                            changed = True
-
-    def _first_wrong(self, row: _Row, right: list[int]) -> int | None:
-        """The first token with wrong KV that this step's queries attend to."""
-        wrong: list[int] = []
-        for index, (group, block_ids) in enumerate(zip(self.groups, row.tables, strict=True)):
-            if group.is_state:
-                continue
-            first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
-            seen = range(first, len(right))
-            wrong += [i for i in seen if self.read(block_ids, i) != right[i] + index][:1]
-        return min(wrong, default=None)
-
-
 # --- The world -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Ended:
-    token_ids: list[int] = field(default_factory=list)
-    last: EngineOutput | None = None
-
-    @property
-    def reason(self) -> str | None:
-        return self.last.finish_reason if self.last is not None else None
-
-
-@dataclass
-class InFlightStep:
-    """A step that the ranks run as late as possible: when its result is requested."""
-
-    output: SchedulerOutput
-    sync_loads: list[FakeLoad]
-    written: dict[str, set[int]]  # Blocks that the step writes, by request.
-
-
-class World:
-    """`depth`: the most steps in flight, including the one whose result is awaited."""
-
+class World(Engine):
     def __init__(self, config: EngineConfig | None = None, *, depth: int = 1, **kwargs: Any) -> None:
-        self.depth = depth
-        self.in_flight: deque[InFlightStep] = deque()
-        self.config = config if config is not None else engine_config(**kwargs)
-        groups = self.config.kv_cache_groups
+        config = config if config is not None else engine_config(**kwargs)
+        groups = config.kv_cache_groups
         self.half = FakeHalfOfGroups() if is_hybrid(groups) else FakeHalf()
-        self.scheduler = Scheduler(self.config, self.half)
-        self.ranks = FakeRanks(self.config.cache_config.num_gpu_blocks, groups)
-        self.asked: dict[str, EngineRequest] = {}
-        self.answers: dict[str, Ended] = {}
+        super().__init__(config, self.half, depth=depth)
+        self.ranks = Ranks.of_engine(config)
+        self.null_blocks = {0} if is_hybrid(groups) else set()
         self.report = KVConnectorOutput()  # The report of the next step.
         self.error: str | None = None  # The error that a worker half raises in the next step.
         self.bad_sync_blocks: Callable[[FakeLoad], set[int]] = lambda load: set()
@@ -504,39 +316,25 @@ class World:
 
     def add(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> EngineRequest:
         asked = engine_request(request_id, prompt, **kwargs)
-        self.asked[request_id] = asked
-        self.ranks.salts[request_id] = asked.cache_salt
-        self.answers[request_id] = Ended()
-        self.scheduler.add_request(asked)
+        self.add_request(asked)
         return asked
 
-    def step(self) -> SchedulerOutput:
-        """Run the next step, and take results until fewer than `depth` steps are in flight."""
-        output = self.schedule()
-        while len(self.in_flight) >= self.depth:
-            self.finish_oldest()
-        return output
-
-    def step_if_useful(self) -> None:
-        """Like the engine core: no step without tokens while others are in flight."""
-        if self.in_flight and not self.scheduler.has_idle_requests():
-            self.finish_oldest()
-        else:
-            self.step()
-
     def schedule(self) -> SchedulerOutput:
-        busy = {request_id for step in self.in_flight for request_id in step.output.num_scheduled_tokens}
-        output = self.scheduler.schedule()
+        busy = {request_id for output, _ in self.in_flight for request_id in output.num_scheduled_tokens}
+        output = super().schedule()
         self.steps.append(output)
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
         assert output.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens
         assert not busy & set(output.num_scheduled_tokens), "a request has one step in flight at most"
         assert not busy & output.preempted_req_ids
-        loads, self.half.sync_loads = self.half.sync_loads, []
-        assert output.has_sync_kv_loads == bool(loads)
-        self.in_flight.append(InFlightStep(output, loads, self._written_by(output)))
         self.assert_fenced()
         return output
+
+    def begin(self, output: SchedulerOutput) -> tuple[list[FakeLoad], dict[str, set[int]]]:
+        """Return the synchronous loads of the step, and the blocks that it writes, by request."""
+        loads, self.half.sync_loads = self.half.sync_loads, []
+        assert output.has_sync_kv_loads == bool(loads)
+        return loads, self._written_by(output)
 
     def _written_by(self, output: SchedulerOutput) -> dict[str, set[int]]:
         written = {}
@@ -554,46 +352,48 @@ class World:
             for load in self.half.loads.values()
             for table in load.tables
             for block_id in table[load.first_token // BLOCK :]
-        } - self.ranks.null_blocks
-        for step in self.in_flight:
-            for request_id, block_ids in step.written.items():
+        } - self.null_blocks
+        for _, (_, written) in self.in_flight:
+            for request_id, block_ids in written.items():
                 held = self.scheduler.kv_cache.blocks_between(request_id, 0, sys.maxsize)
                 assert block_ids <= {block_id for _, block_id in held}, "freed while a step writes it"
                 assert not loading & block_ids
 
-    def finish_oldest(self) -> None:
-        """Run the oldest step on the ranks, and process its result."""
-        step = self.in_flight.popleft()
-        output = step.output
+    def finish(self, output: SchedulerOutput, begun: Any) -> ModelRunnerOutput:
+        loads, _ = begun
         self.ranks.take_over(output)
         report, self.report = self.report, KVConnectorOutput()
-        for load in step.sync_loads if output.kv_connector_metadata is not None else ():
+        for load in loads if output.kv_connector_metadata is not None else ():
             bad = self.bad_sync_blocks(load)
-            self.ranks.fill(load, bad)
+            self.fill(load, bad)
             report.invalid_block_ids |= bad
         result = self.ranks.execute(output)
         result.kv_connector_output = None if report.is_empty() else report
         result.connector_error, self.error = self.error, None
-        self._take(self.scheduler.update_from_output(output, result))
+        return result
+
+    def finish_oldest(self) -> EngineOutputs:
+        outputs = super().finish_oldest()
+        self.outputs.append(outputs)
         self.scheduler.kv_cache.assert_consistent(self.other_holders)
         self.assert_fenced()
+        return outputs
 
-    def _take(self, outputs: EngineOutputs) -> None:
-        self.outputs.append(outputs)
-        for output in outputs.outputs:
-            answer = self.answers[output.request_id]
-            assert answer.last is None, f"{output.request_id} ended twice"
-            answer.token_ids += output.new_token_ids
-            if output.finish_reason is not None:
-                answer.last = output
+    def fill(self, load: FakeLoad, bad_blocks: set[int]) -> None:
+        kv = self.ranks.model.kv(load.token_ids, load.salt, self.ranks.weights)
+        self.ranks.write(load.tables, load.first_token, kv[load.first_token :])
+        first = load.first_token // BLOCK
+        self.spoil(bad_blocks & {block_id for table in load.tables for block_id in table[first:]})
 
-    def run(self, max_steps: int = 2000) -> None:
-        """Step until no work is left."""
-        for _ in range(max_steps):
-            if not self.scheduler.has_requests() and not self.in_flight:
-                return
-            self.step_if_useful()
-        raise AssertionError(f"still not at rest after {max_steps} steps: {self.scheduler.requests}")
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        for memory in self.ranks.memories:
+            memory.words[list(block_ids)] = JUNK
+
+    def spoil_all(self) -> None:
+        self.spoil(range(self.config.cache_config.num_gpu_blocks))
+
+    def content(self, block_ids: Iterable[int]) -> list[bytes]:
+        return [memory.words[list(block_ids)].tobytes() for memory in self.ranks.memories]
 
     def end_load(
         self,
@@ -608,8 +408,8 @@ class World:
         still = self.scheduler.kv_cache.get_block_ids(request_id)
         held = tuple(ids[: len(then)] for ids, then in zip(still, load.tables, strict=True))
         assert held == load.tables, "blocks were freed while a load could write to them"
-        bad = {load.tables[bad_group][i] for i in bad_indices or ()} - self.ranks.null_blocks
-        self.ranks.fill(load, {b for table in load.tables for b in table} if failed else bad)
+        bad = {load.tables[bad_group][i] for i in bad_indices or ()} - self.null_blocks
+        self.fill(load, {b for table in load.tables for b in table} if failed else bad)
         self.report.invalid_block_ids |= bad
         if failed:
             self.report.failed_recving = (self.report.failed_recving or set()) | {request_id}
@@ -626,10 +426,13 @@ class World:
         assert last is not None, f"{request_id} has not ended"
         return last
 
+    def expected_output(self, request_id: str) -> list[int]:
+        return expected_output(self.answers[request_id].asked, self.config.model_config.windows)
+
     def check_answer(self, request_id: str, reason: str = "length") -> None:
-        answer, asked = self.answers[request_id], self.asked[request_id]
+        answer = self.answers[request_id]
         assert answer.reason == reason, answer
-        expected = expected_output(asked)
+        expected = self.expected_output(request_id)
         if reason in ("abort", "error"):
             expected = expected[: len(answer.token_ids)]
         assert answer.token_ids == expected
@@ -652,6 +455,6 @@ class World:
         assert scheduler.remote.num_loading == scheduler.remote.num_held == 0
         assert not self.half.loads
         scheduler.kv_cache.assert_empty()
-        assert set(self.half.num_finished) == set(self.asked)
+        assert set(self.half.num_finished) == set(self.answers)
         assert set(self.half.num_finished.values()) <= {1}
         assert all(answer.reason is not None for answer in self.answers.values())

@@ -1,6 +1,6 @@
 """One engine in memory: the real scheduler, steps in flight, and the answers of its requests.
 
-    add --> | schedule -> begin ... finish -> update_from_output | --> answers
+    add_request --> | schedule -> begin ... finish -> update_from_output | --> answers
 
 Subclasses add what runs a step, their clocks, wires and faults.
 """
@@ -15,7 +15,7 @@ from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.host.ranks import Ranks
-from baton.testing.host.workers import Workers
+from baton.testing.host.workers import WorkerSteps
 
 STEPS_MAX = 3000  # Steps until an engine is at rest.
 
@@ -38,20 +38,26 @@ class Answer:
 
 
 class Engine:
-    """`ranks` and `workers` run each step when its result is taken, as late as possible."""
+    """`ranks` and `worker_steps` run each step when its result is taken, as late as possible."""
 
     ranks: Ranks
-    workers: Workers
+    worker_steps: WorkerSteps
 
-    def __init__(self, config: EngineConfig, half: KVConnectorSchedulerHalf) -> None:
+    def __init__(self, config: EngineConfig, half: KVConnectorSchedulerHalf, *, depth: int = 1) -> None:
+        """`depth`: the most steps in flight, including the one whose result is awaited."""
         self.config = config
+        self.depth = depth
         self.scheduler = Scheduler(config, half)
         self.answers: dict[str, Answer] = {}
-        self.in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # With what `begin` returned.
+        self.in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # Steps, and what `begin` returned.
 
-    def add(self, asked: EngineRequest) -> None:
+    def add_request(self, asked: EngineRequest) -> None:
+        """Raises UserError, without any effect, if the request can never run."""
+        self.ranks.salts[asked.request_id] = asked.cache_salt
+        ended = self.scheduler.add_request(asked)
         self.answers[asked.request_id] = Answer(asked)
-        self.scheduler.add_request(asked)
+        if ended is not None:
+            self.take(ended)
 
     def schedule(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
@@ -64,11 +70,15 @@ class Engine:
     def finish(self, output: SchedulerOutput, begun: Any) -> ModelRunnerOutput:
         """Return the result of a step."""
         self.ranks.take_over(output)
-        self.workers.begin(output)
-        self.workers.show_layers()
+        self.worker_steps.begin(output)
+        self.show_layers(output)
         result = self.ranks.execute(output)
-        result.kv_connector_output = self.workers.end()
+        result.kv_connector_output = self.worker_steps.end()
         return result
+
+    def show_layers(self, output: SchedulerOutput) -> None:
+        """Call the halves' hooks of the layers of a step."""
+        self.worker_steps.show_layers()
 
     def finish_oldest(self) -> EngineOutputs:
         output, begun = self.in_flight.popleft()
@@ -81,9 +91,18 @@ class Engine:
         self.answers[output.request_id].take(output)
 
     def step(self) -> SchedulerOutput:
+        """Run the next step, and take results until fewer than `depth` steps are in flight."""
         output = self.schedule()
-        self.finish_oldest()
+        while len(self.in_flight) >= self.depth:
+            self.finish_oldest()
         return output
+
+    def step_if_useful(self) -> None:
+        """Like the engine core: no step without tokens while others are in flight."""
+        if self.in_flight and not self.scheduler.has_idle_requests():
+            self.finish_oldest()
+        else:
+            self.step()
 
     @property
     def is_at_rest(self) -> bool:
@@ -94,5 +113,5 @@ class Engine:
         for _ in range(STEPS_MAX):
             if self.is_at_rest:
                 return
-            self.step()
+            self.step_if_useful()
         raise AssertionError(f"still not at rest after {STEPS_MAX} steps: {self.scheduler.requests}")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -161,6 +162,7 @@ class WindowModel(Model):
         return found
 
 
+@cache
 def model_of(num_kv_heads: int, windows: Windows) -> Model:
     kind = Model if all(window is None for window in windows) else WindowModel
     return kind(num_kv_heads, windows)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.core.kv_groups import KVCacheGroup
+from baton.core.config import EngineConfig
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.host.memory import JUNK, RankMemory
-from baton.testing.host.model import CONTENT, Model, Seen, Words
+from baton.testing.host.model import CONTENT, STATE, Model, Seen, Words, model_of
 from baton.testing.host.rows import Row, Rows
 
 Tables = Sequence[Sequence[int]]
@@ -31,6 +33,7 @@ class Ranks:
         self.salts: dict[str, str | None] = {}
         self.weights = 0  # The weights that compute now.
         self._block_tokens = block_tokens
+        self._has_null_block = is_hybrid(groups)
         self.rows = Rows(self.salts)
         self._written: list[
             tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -44,6 +47,27 @@ class Ranks:
             group = self._replicas if memory.heads.start in held else self._holders
             group.append(memory)
             held.update(memory.heads)
+
+    @classmethod
+    def of_engine(cls, config: EngineConfig) -> Self:
+        """Ranks of an engine with this configuration: its groups, windows, states and KV heads."""
+        model, cache = config.model_config, config.cache_config
+        windows = model.windows or (None,) * model.num_hidden_layers
+        windows = tuple(STATE if i in model.state_layers else window for i, window in enumerate(windows))
+        groups, num_ranks = config.kv_cache_groups, config.parallel_config.tensor_parallel_size
+        memories = [
+            RankMemory(
+                rank,
+                num_ranks,
+                num_kv_heads=model.num_kv_heads,
+                groups=groups,
+                num_blocks=cache.num_gpu_blocks,
+                block_tokens=cache.block_size,
+                is_block_major=False,
+            )
+            for rank in range(num_ranks)
+        ]
+        return cls(model_of(model.num_kv_heads, windows), memories, groups, cache.block_size)
 
     # --- Step -------------------------------------------------------------------------------------
 
@@ -73,8 +97,15 @@ class Ranks:
         for token_id in row.tokens[first:last]:
             kv, seen = self.model.step(seen, token_id)
             parts.append(kv)
+        if self._has_null_block:
+            self._check_blocks(row.tables, first, last)
         self.write(row.tables, first, self.model.as_words(b"".join(parts)))
         return seen
+
+    def _check_blocks(self, tables: Tables, first: int, last: int) -> None:
+        for group, table in zip(self.groups, tables, strict=True):
+            first_block, end = first // self._block_tokens, -(-last // self._block_tokens)
+            assert 0 not in table[end - 1 if group.is_state else first_block : end], "computed into no block"
 
     def write(self, tables: Tables, first: int, words: Words) -> None:
         """Write the KV of the tokens from `first` on, `[token, layer, head, K|V]`; a state after the last."""

@@ -1,4 +1,4 @@
-"""What ranks know of their requests: only what steps tell them, and the salt.
+"""Requests as ranks know them: from what steps tell, and the salt.
 
 Real ranks have the salt in the block hashes that the scheduler gave them. The ids of blocks that a request of
 a group with a window has freed stay in its tables: attention does not look there.

@@ -30,7 +30,7 @@ class _Step(ConnectorStep):
         return call()
 
 
-class Workers:
+class WorkerSteps:
     def __init__(
         self,
         halves: Sequence[KVConnectorWorkerHalf],
@@ -44,7 +44,7 @@ class Workers:
         self._aggregator = aggregator
         self._caches = caches
         self._block_tokens = block_tokens
-        self._steps: list[tuple[_Step, ForwardContext]] = []  # Of the step that is under way.
+        self._steps: list[tuple[_Step, ForwardContext]] = []  # Calls of the step under way.
 
     def run(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         """Run a whole step at once."""

@@ -44,7 +44,7 @@ from baton.protocol.signed_frame import ProcessKey
 from baton.testing.host.memory import RankMemory
 from baton.testing.host.model import EOS_IDS
 from baton.testing.host.ranks import Ranks
-from baton.testing.host.workers import Workers
+from baton.testing.host.workers import WorkerSteps
 from lab.sim.checkers import bounded, contained, fenced, fresh, whole
 from lab.sim.hosts.full.counts import count_stats, count_update
 from lab.sim.hosts.full.host_spec import HostSpec, engine_config
@@ -161,7 +161,7 @@ class Engine(Process):
         self.num_updates = 0  # Changes of the weights.
         handshakes = [half.get_handshake_metadata() for half in self.rank_halves]
         self.connector.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
-        self._workers = Workers(
+        self._worker_steps = WorkerSteps(
             self.rank_halves,
             KVOutputAggregator.from_connector(self.connector, spec.num_ranks),
             caches=[memory.kv_caches for memory in self.memories],
@@ -362,7 +362,7 @@ class Engine(Process):
             return
         output = self.scheduler.schedule()
         assert output.kv_connector_metadata is not None
-        self._workers.begin(output)
+        self._worker_steps.begin(output)
         for request_id in sorted(output.preempted_req_ids):
             self.world.note(self.name, f"preempted {request_id}")
             self._count("preempted after a load", request_id in self._loaded)
@@ -395,25 +395,25 @@ class Engine(Process):
         self.ranks.take_over(output)
         self._computed = self.ranks.execute(output)
         self.ranks.hide_later_layers()
-        self._workers.show_layers(0, 1)
+        self._worker_steps.show_layers(0, 1)
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result, self._computed = self._computed, None
         if result is not None:
             self.ranks.reveal()
-            self._workers.show_layers(1)
+            self._worker_steps.show_layers(1)
             return result
         self.ranks.take_over(output)
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput()
         result = self.ranks.execute(output)
-        self._workers.show_layers()
+        self._worker_steps.show_layers()
         return result
 
     def _end_step(self, output: SchedulerOutput) -> None:
         self._is_stepping = False
         result = self._compute(output)
-        result.kv_connector_output = self._workers.end()
+        result.kv_connector_output = self._worker_steps.end()
         outputs = self.scheduler.update_from_output(output, result)
         bounded.check_step(self)
         contained.check_step(self)
