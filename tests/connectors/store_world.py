@@ -22,7 +22,7 @@ class StoreWorld(Engine):
         ranks: Ranks,
         workers: Sequence[KVConnectorWorkerHalf],
     ) -> None:
-        super().__init__(config, half)
+        super().__init__(config, half, ranks.salts)
         self.ranks = ranks
         caches = [memory.kv_caches for memory in ranks.memories]
         aggregator = KVOutputAggregator(len(workers))

@@ -6,16 +6,13 @@ With several steps in flight, ranks run the next step before the scheduler gets 
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.executor import Executor
-from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import states_of
 from baton.testing.contract.leaks import IDS_MIN, keys_reachable_from
@@ -24,6 +21,7 @@ from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.story import Story, why
 from baton.testing.contract.watched_scheduler import WatchedScheduler, watch_scheduler
 from baton.testing.contract.watched_worker import read_final_notes
+from baton.testing.host.engine import Answer, Engine
 
 MakeHalf = Callable[[EngineConfig], Any]
 MakeExecutor = Callable[[EngineConfig, Ledger, dict[str, str | None]], Executor]
@@ -31,20 +29,7 @@ Expect = Callable[[Sequence[int], str | None, int], list[int]]
 """(prompt, salt, number of tokens) -> the tokens that an engine without a connector generates."""
 
 
-@dataclass(slots=True)
-class Answer:
-    asked: EngineRequest
-    token_ids: list[int] = field(default_factory=list)
-    last: EngineOutput | None = None
-    # The prompt that `params` were made for, if it is not this prompt.
-    made_for: list[int] = field(default_factory=list)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.last is not None
-
-
-class KitEngine:
+class KitEngine(Engine):
     def __init__(
         self,
         config: EngineConfig,
@@ -63,20 +48,17 @@ class KitEngine:
         """
         self.name = name
         self.checks_tokens = checks_tokens
-        self.config = config
         self.story = story
         self.woken = threading.Event()
-        self.answers: dict[str, Answer] = {}
         self.ledger = Ledger(story, config.parallel_config.tensor_parallel_size)
         self.num_idle_steps = 0  # Idle steps in a row; an idle step computes, delivers and frees nothing.
         self.num_preempted = 0
-        self._salts: dict[str, str | None] = {}
+        # Prompts that the params of requests were made for, if they are not their own.
+        self._made_for: dict[str, list[int]] = {}
         self._expect = expect
-        self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
-        self._num_steps_max = config.parallel_config.max_concurrent_batches
-        self._open: set[str] = set()  # Ids of answers that have not ended.
         self._final_notes = final_notes
-        self.executor = make_executor(config, self.ledger, self._salts)
+        salts: dict[str, str | None] = {}
+        self.executor = make_executor(config, self.ledger, salts)
         try:
             self.half: WatchedScheduler = watch_scheduler(
                 make_half(config),
@@ -91,8 +73,8 @@ class KitEngine:
             raise
         self.half.makes_up_kv = not checks_tokens
         try:
-            self.scheduler = Scheduler(config, self.half)
-            self.executor.connect(self.half, has_steps_in_flight=self._num_steps_max > 1)
+            super().__init__(config, self.half, salts, depth=config.parallel_config.max_concurrent_batches)
+            self.executor.connect(self.half, has_steps_in_flight=self.depth > 1)
             self.half.bind_wake(self.woken.set)
             self.executor.bind_wake(self.woken.set)
         except BaseException:
@@ -125,10 +107,8 @@ class KitEngine:
         self.story.record_line(
             f"{self.name}: request {request_id}, prompt {list(prompt)}, {max_tokens} tokens{options}"
         )
-        self._salts[request_id] = salt
-        self.answers[request_id] = Answer(asked, made_for=list(made_for))
-        self._open.add(request_id)
-        self.scheduler.add_request(asked)
+        self._made_for[request_id] = list(made_for)
+        self.add_request(asked)
 
     def abort(self, request_id: str) -> None:
         self.story.record_line(f"{self.name}: request {request_id} is aborted")
@@ -136,7 +116,7 @@ class KitEngine:
 
     @property
     def open_ids(self) -> list[str]:
-        return sorted(self._open)
+        return sorted(request_id for request_id, answer in self.answers.items() if answer.last is None)
 
     def reset_cache(self) -> None:
         """Reset the engine's and the connector's cache; refused while blocks are held."""
@@ -145,7 +125,7 @@ class KitEngine:
 
     def change_weights(self, version: str | None) -> None:
         """Change the weights between two steps; open requests go on. The kit's KV does not depend on them."""
-        while self._steps:
+        while self.in_flight:
             self._take_oldest()
         answer = self.half.set_weights(None, version)
         guaranteed = "" if answer is True else ", without a guarantee"
@@ -162,7 +142,7 @@ class KitEngine:
         """
         if not isinstance(self.executor, KitRanks):
             return
-        is_free = not self._steps and self.scheduler.reset_prefix_cache(reset_connector=True)
+        is_free = not self.in_flight and self.scheduler.reset_prefix_cache(reset_connector=True)
         self.story.record_line(f"{self.name}: {'sleeps, and wakes up' if is_free else 'may not sleep'}")
         if is_free:
             self.story.seen["sleeps"] += 1
@@ -178,31 +158,32 @@ class KitEngine:
 
     # --- Steps -------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def move(self) -> bool:
         """Schedule a step and take the oldest step's result. True if anything was computed, delivered or
         freed.
 
         If more steps may be in flight and there are requests, no result is taken.
         """
         computes = False
-        if not self._steps or self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self._tell_step(output)
-            self._steps.append((output, self.executor.submit(output)))
-            computes = bool(output.num_scheduled_tokens)
-            self.story.seen["steps after one in flight"] += len(self._steps) > 1
-        if len(self._steps) < self._num_steps_max and self.scheduler.has_requests():
+        if not self.in_flight or self.scheduler.has_requests():
+            computes = bool(self.schedule().num_scheduled_tokens)
+            self.story.seen["steps after one in flight"] += len(self.in_flight) > 1
+        if len(self.in_flight) < self.depth and self.scheduler.has_requests():
             return computes
         return self._take_oldest() or computes
 
+    def begin(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        self._tell_step(output)
+        return self.executor.submit(output)
+
+    def finish(self, output: SchedulerOutput, begun: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
+        return begun.result()
+
     def _take_oldest(self) -> bool:
-        output, future = self._steps.popleft()
         num_ended = self.scheduler.num_ended_transfers
-        result = future.result()
-        outputs = self.scheduler.update_from_output(output, result).outputs
+        output, _ = self.in_flight[0]
+        outputs = self.finish_oldest().outputs
         self.executor.forget_all_but(self.scheduler.requests)
-        for piece in outputs:
-            self._take(piece)
         has_moved = bool(
             output.num_scheduled_tokens or outputs or self.scheduler.num_ended_transfers != num_ended
         )
@@ -226,14 +207,11 @@ class KitEngine:
         elif self.num_idle_steps == 0:
             self.story.record_line(f"{self.name}: step without tokens")
 
-    def _take(self, output: EngineOutput) -> None:
-        answer = self.answers[output.request_id]
-        answer.token_ids += output.new_token_ids
-        self._check_tokens(answer)
+    def take(self, output: EngineOutput) -> None:
+        super().take(output)
+        self._check_tokens(self.answers[output.request_id])
         if output.finish_reason is None:
             return
-        answer.last = output
-        self._open.discard(output.request_id)
         error = f" ({output.error.message})" if output.error is not None else ""
         self.story.record_line(f"{self.name}: {output.request_id} ends, {output.finish_reason}{error}")
 
@@ -241,33 +219,30 @@ class KitEngine:
         asked, given = answer.asked, answer.token_ids
         if self.story.breach is not None or not given or not self.checks_tokens:
             return
+        made_for = self._made_for[asked.request_id]
         right = self._expect(asked.prompt_token_ids, asked.cache_salt, len(given))
         wrongs = self.executor.wrongs if isinstance(self.executor, KitRanks) else None
         if given == right:
-            self._count_rules_kept(answer, sees_bytes=wrongs is not None)
+            self._count_rules_kept(made_for, sees_bytes=wrongs is not None)
             return
-        rule = "params-believed" if answer.made_for else "wrong-token"
+        rule = "params-believed" if made_for else "wrong-token"
         why = f"{asked.request_id} answers {given}; without a connector the answer is {right}"
         wrong = wrongs.get(asked.request_id) if wrongs is not None else None
         if wrong is not None:
-            foreign = states_of(answer.made_for, asked.cache_salt)
+            foreign = states_of(made_for, asked.cache_salt)
             rule, why = wrong.rule(foreign, is_store_broken=self.ledger.num_store_faults > 0), str(wrong)
         self.story.check(rule, False, why)
 
-    def _count_rules_kept(self, answer: Answer, *, sees_bytes: bool) -> None:
+    def _count_rules_kept(self, made_for: list[int], *, sees_bytes: bool) -> None:
         checked = self.story.checked
         checked["wrong-token"] += 1
-        checked["params-believed"] += bool(answer.made_for)
+        checked["params-believed"] += bool(made_for)
         checked["wrong-bytes"] += sees_bytes
         checked["salt-ignored"] += sees_bytes and len({*self._salts.values()}) > 1
         checked["lost-on-preemption"] += sees_bytes and self.num_preempted > 0
         checked["failed-load-unreported"] += sees_bytes and self.ledger.num_faults > 0
 
     # --- At rest -----------------------------------------------------------------------------------
-
-    @property
-    def is_at_rest(self) -> bool:
-        return not self._steps and not self.scheduler.has_requests()
 
     def collect_notes(self) -> None:
         """Take what the ranks have noted since their last report, if they run in this process."""

@@ -17,7 +17,7 @@ from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.executor import Executor
 from baton.engine.executor.inprocess import InProcessExecutor
 from baton.engine.executor.start import start_executor
-from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import VOCAB
 from baton.testing.contract.case import (
     BLOCK,
@@ -35,6 +35,7 @@ from baton.testing.contract.engine import Expect
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.site import ToySite
 from baton.testing.contract.watched_worker import PATH
+from baton.testing.host.engine import Engine
 
 if TYPE_CHECKING:
     from baton.engine.executor.ray_actors import RankActors
@@ -116,29 +117,32 @@ class EngineSite(ToySite):
         self._folder.cleanup()
 
 
-class Reference:
+class Reference(Engine):
     """Engine with one rank and no connector. Greedy, so ranks and batches make no difference."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = msgspec.structs.replace(
+        config = msgspec.structs.replace(
             config,
             kv_transfer_config=None,
             parallel_config=ParallelConfig(),
             cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=4 * MAX_MODEL_LEN // BLOCK),
         )
-        self._executor = InProcessExecutor(self._config, None)
-        self._scheduler = Scheduler(self._config, NullSchedulerHalf())
-        self._answers: dict[tuple[int, ...], list[int]] = {}
+        super().__init__(config, NullSchedulerHalf(), {})
+        self._executor = InProcessExecutor(config, None)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def finish(self, output: SchedulerOutput, begun: None) -> ModelRunnerOutput:
+        return self._executor.execute(output)
 
     def tokens(self, prompt: Sequence[int], salt: str | None, count: int) -> list[int]:
-        answer = self._answers.get(tuple(prompt), [])
-        if len(answer) < count:
-            answer = self._answers[tuple(prompt)] = self._ask(prompt, count)
-        return answer[:count]
+        known = self._known.get(tuple(prompt), [])
+        if len(known) < count:
+            known = self._known[tuple(prompt)] = self._ask(prompt, count)
+        return known[:count]
 
     def _ask(self, prompt: Sequence[int], count: int) -> list[int]:
-        request_id = f"{len(self._answers)}-{count}"
-        self._scheduler.add_request(
+        request_id = f"{len(self.answers)}-{count}"
+        self.add_request(
             EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=list(prompt),
@@ -146,12 +150,8 @@ class Reference:
                 arrival_time_s=0.0,
             )
         )
-        tokens: list[int] = []
-        while self._scheduler.has_requests():
-            step = self._scheduler.schedule()
-            for output in self._scheduler.update_from_output(step, self._executor.execute(step)).outputs:
-                tokens += output.new_token_ids
-        return tokens
+        self.run()
+        return self.answers[request_id].token_ids
 
     def close(self) -> None:
         self._executor.shutdown()

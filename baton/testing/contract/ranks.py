@@ -7,7 +7,7 @@ half's metadata reaches them pickled, as it would reach another process.
 import pickle
 from collections.abc import Callable, Container
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ from baton.testing.contract.provenance import Provenance, Slot, Wrong
 from baton.testing.contract.rank_memory import RankMemory
 from baton.testing.contract.story import why
 from baton.testing.contract.watched_worker import WatchedWorker
+from baton.testing.host.rows import Row, Rows
 
 
 class _RankInGroup(TensorParallelGroup):
@@ -41,20 +42,6 @@ class _RankInGroup(TensorParallelGroup):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the kit's model needs no collectives")
-
-
-@dataclass(slots=True)
-class _Row:
-    request_id: str
-    salt: str | None
-    prompt: list[int]
-    tokens: list[int]
-    tables: list[list[int]]  # Block ids, for each KV-cache group.
-    num_computed: int = 0
-
-    @property
-    def states(self) -> tuple[int, ...]:
-        return states_of(self.tokens, self.salt)
 
 
 class KitRanks(Executor):
@@ -71,7 +58,6 @@ class KitRanks(Executor):
         self._ledger = ledger
         assert config.kv_transfer_config is not None
         self._name = config.kv_transfer_config.engine_id or ""
-        self._salts = salts
         self._block = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks
         self._hidden_size = config.model_config.hidden_size
@@ -84,10 +70,11 @@ class KitRanks(Executor):
         self._group_of = [group for group in of_layer for _ in range(self._per_layer)]
         windows = config.model_config.windows or (None,) * len(of_layer)
         self._windows = [window for window in windows for _ in range(self._per_layer)]
-        self._provenance = Provenance(salts, config.parallel_config.max_concurrent_batches)
+        depth = config.parallel_config.max_concurrent_batches
+        self._provenance = Provenance(salts, depth)
+        self._rows = Rows(salts, runs_ahead=depth > 1)
         self.workers: list[WatchedWorker] = []
         self._memories: list[RankMemory] = []
-        self._rows: dict[str, _Row] = {}
         model = config.model_config
         try:
             for rank in range(self._num_ranks):
@@ -194,31 +181,13 @@ class KitRanks(Executor):
         return notes
 
     def _take_over(self, output: SchedulerOutput) -> None:
-        for request_id in output.preempted_req_ids & self._rows.keys():
-            self._give_up(self._rows[request_id])
-        for request_id in output.finished_req_ids:
-            self._rows.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            prompt = list(new.prompt_token_ids)
-            tables = [list(block_ids) for block_ids in new.block_ids]
-            tokens = [*prompt, *new.output_token_ids]
-            salt = self._salts[new.req_id]
-            self._rows[new.req_id] = _Row(new.req_id, salt, prompt, tokens, tables, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            row, blocks = self._rows[request_id], cached.new_block_ids[index]
-            row.num_computed = cached.num_computed_tokens[index]
-            if request_id in cached.resumed_req_ids:
-                assert blocks is not None
-                row.tables = [list(block_ids) for block_ids in blocks]
-                row.tokens = list(cached.all_token_ids[request_id])
-            elif blocks is not None:
-                for table, block_ids in zip(row.tables, blocks, strict=True):
-                    table += block_ids
-            del row.tokens[len(row.prompt) + cached.num_output_tokens[index] :]  # Tokens of a discarded step.
+        for request_id in output.preempted_req_ids:
+            if (row := self._rows.get(request_id)) is not None:
+                self._give_up(row)
+        self._rows.take_over(output)
 
-    def _give_up(self, row: _Row) -> None:
-        for position, state in enumerate(row.states):
+    def _give_up(self, row: Row) -> None:
+        for position, state in enumerate(_states(row)):
             for group, table in zip(self._groups, row.tables, strict=True):
                 if group.is_state and position != row.num_computed - 1:
                     continue
@@ -269,7 +238,7 @@ class KitRanks(Executor):
         return wrongs
 
     def _look_for_wrong(
-        self, memory: RankMemory, layer: int, rows: list[_Row], ends: list[int], wrongs: dict[str, Wrong]
+        self, memory: RankMemory, layer: int, rows: list[Row], ends: list[int], wrongs: dict[str, Wrong]
     ) -> None:
         """Add the first wrong slot before `ends` of each request that has none yet."""
         for row, last in zip(rows, ends, strict=True):
@@ -282,32 +251,30 @@ class KitRanks(Executor):
         """Return `[T, hidden size]` of arbitrary numbers; the kit does not read what is done with them."""
         return metadata.positions.float()[:, None].expand(-1, self._hidden_size).contiguous()
 
-    def _slots(self, row: _Row, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, row: Row, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (blocks, offsets) of the tokens in [first, last)."""
         positions = torch.arange(first, last)
         table = torch.tensor(row.tables[self._group_of[layer]])
         return table[positions // self._block], positions % self._block
 
-    def _write(self, memory: RankMemory, layer: int, row: _Row, last: int, *, is_poisoned: bool) -> None:
+    def _write(self, memory: RankMemory, layer: int, row: Row, last: int, *, is_poisoned: bool) -> None:
         name = self._names[layer]
         blocks, offsets = self._slots(row, layer, row.num_computed, last)
-        states = row.states[row.num_computed : last]
+        states = _states(row)[row.num_computed : last]
         values = kv_values(states, layer, memory.heads, memory.caches[name].shape[-1])
         memory.write(name, blocks, offsets, torch.full_like(values, POISON) if is_poisoned else values)
         for block_id, state in zip(blocks.tolist(), states, strict=True):
             self._provenance.note_written(block_id, state)
 
-    def _write_state(
-        self, memory: RankMemory, layer: int, row: _Row, last: int, *, is_poisoned: bool
-    ) -> None:
+    def _write_state(self, memory: RankMemory, layer: int, row: Row, last: int, *, is_poisoned: bool) -> None:
         """Write the state after `last` tokens."""
         block_id = row.tables[self._group_of[layer]][(last - 1) // self._block]
-        state, name = row.states[last - 1], self._names[layer]
+        state, name = _states(row)[last - 1], self._names[layer]
         values = kv_values((state,), layer, memory.heads, memory.caches[name].shape[-1])[0]
         memory.write_state(name, block_id, torch.full_like(values, POISON) if is_poisoned else values)
         self._provenance.note_written(block_id, state)
 
-    def _find_wrong(self, memory: RankMemory, layer: int, row: _Row, last: int) -> Wrong | None:
+    def _find_wrong(self, memory: RankMemory, layer: int, row: Row, last: int) -> Wrong | None:
         """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
         checked. A recurrent state is checked after `last` tokens, where the step begins.
         """
@@ -319,7 +286,7 @@ class KitRanks(Executor):
         cache = memory.caches[name]
         blocks, offsets = self._slots(row, layer, first, last)
         found = cache[blocks] if is_state else cache[blocks, :, offsets]
-        states = row.states[first:last]
+        states = _states(row)[first:last]
         right = kv_values(states, layer, memory.heads, cache.shape[-1])
         if torch.equal(found, right):
             return None
@@ -337,7 +304,7 @@ class KitRanks(Executor):
             row = self._rows[request_id]
             sampled: list[int] = []
             if row.num_computed + num_new == len(row.tokens):
-                sampled = [GARBAGE if request_id in poisoned else next_token(row.states[-1])]
+                sampled = [GARBAGE if request_id in poisoned else next_token(_states(row)[-1])]
                 row.tokens += sampled
             result.req_ids.append(request_id)
             result.sampled_token_ids.append(sampled)
@@ -388,3 +355,7 @@ class KitRanks(Executor):
 
             memory.take_over(check)
         self._ledger.story.checked[rule] += 1
+
+
+def _states(row: Row) -> tuple[int, ...]:
+    return states_of(row.tokens, row.salt)

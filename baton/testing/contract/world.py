@@ -218,7 +218,7 @@ class World:
 
     def step(self) -> bool:
         """Do one step of each engine and one handover."""
-        moved = any([engine.step() for engine in self.engines])
+        moved = any([engine.move() for engine in self.engines])
         moved = self._hand_over() or moved
         self.story.raise_if_broken()
         return moved
@@ -301,13 +301,13 @@ class World:
             for waiting in engine.open_ids:  # Nothing may be queued before the probe.
                 if waiting not in engine.ledger.loading and waiting != PROBE:
                     engine.abort(waiting)
-            engine.step()
+            engine.move()
             num_slots = engine.num_free_slots
             if PROBE not in engine.answers and num_slots > len(PROBE_PROMPT):
                 num_tokens = min(PROBE_STEPS, num_slots - len(PROBE_PROMPT))
                 engine.ask(PROBE, PROBE_PROMPT, max_tokens=num_tokens)
             for _ in range(PROBE_STEPS):
-                engine.step()
+                engine.move()
                 if request_id not in engine.ledger.loading and request_id not in engine.ledger.lent:
                     return True
             return False

@@ -43,17 +43,28 @@ class Engine:
     ranks: Ranks
     worker_steps: WorkerSteps
 
-    def __init__(self, config: EngineConfig, half: KVConnectorSchedulerHalf, *, depth: int = 1) -> None:
-        """`depth`: the most steps in flight, including the one whose result is awaited."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        half: KVConnectorSchedulerHalf,
+        salts: dict[str, str | None],
+        *,
+        depth: int = 1,
+    ) -> None:
+        """`salts`: filled with the salt of every request, by id.
+
+        `depth`: the most steps in flight, including the one whose result is awaited.
+        """
         self.config = config
         self.depth = depth
+        self._salts = salts
         self.scheduler = Scheduler(config, half)
         self.answers: dict[str, Answer] = {}
         self.in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # Steps, and what `begin` returned.
 
     def add_request(self, asked: EngineRequest) -> None:
         """Raises UserError, without any effect, if the request can never run."""
-        self.ranks.salts[asked.request_id] = asked.cache_salt
+        self._salts[asked.request_id] = asked.cache_salt
         ended = self.scheduler.add_request(asked)
         self.answers[asked.request_id] = Answer(asked)
         if ended is not None:
