@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
 from baton.contract import (
     KVConnectorMetadata,
@@ -17,6 +19,8 @@ from baton.contract import (
     KVConnectorWorkerMetadata,
     KVOutputAggregator,
 )
+from baton.engine.step import SchedulerOutput
+from baton.testing.host.workers import WorkerSteps
 
 BLOCK = 4
 
@@ -196,13 +200,16 @@ class MultiWorld:
         self.ranks = [
             MultiWorkerHalf(list(workers.items()), rank=rank) for rank, workers in enumerate(self.workers)
         ]
-        self._aggregator = KVOutputAggregator(self.half.get_finished_count() or num_ranks, num_ranks)
+        aggregator = KVOutputAggregator(self.half.get_finished_count() or num_ranks, num_ranks)
+        caches = [{"layer": torch.empty(0)}] * num_ranks
+        self._worker_steps = WorkerSteps(self.ranks, aggregator, caches=caches)
 
-    def step(self, *, waits_for_layers: bool = True) -> Step:
-        scheduler_output: Any = None
-        metadata = self.half.build_connector_meta(scheduler_output)
-        outputs = [self._execute(rank, pickle.loads(pickle.dumps(metadata))) for rank in self.ranks]
-        whole = self._aggregator.aggregate(outputs) or KVConnectorOutput()
+    def step(self) -> Step:
+        output = SchedulerOutput(
+            num_scheduled_tokens={"r": 1}, total_num_scheduled_tokens=1, has_sync_kv_loads=True
+        )
+        output.kv_connector_metadata = pickle.loads(pickle.dumps(self.half.build_connector_meta(output)))
+        whole = pickle.loads(pickle.dumps(self._worker_steps.run(output))) or KVConnectorOutput()
         step = Step(invalid=set(whole.invalid_block_ids))
         self.half.update_connector_output(whole)
         step.failed = set(whole.failed_recving or ())
@@ -214,29 +221,6 @@ class MultiWorld:
                 assert not worker.has_connector_metadata(), "bind and clear are paired"
                 worker.raises = set()
         return step
-
-    def _execute(self, rank: MultiWorkerHalf, metadata: KVConnectorMetadata) -> KVConnectorOutput:
-        context: Any = None
-        rank.handle_preemptions(metadata)
-        rank.bind_connector_metadata(metadata)
-        rank.start_load_kv(context)
-        rank.wait_for_layer_load("layer")
-        rank.save_kv_layer("layer", context, None)
-        rank.finish_forward()
-        rank.wait_for_save()
-        results = rank.get_transfer_results({"gone"})
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=rank.get_block_ids_with_load_errors(),
-            kv_connector_stats=rank.get_kv_connector_stats(),
-            kv_cache_events=rank.get_kv_connector_kv_cache_events(),
-            expected_finished_count=rank.get_expected_finished_count(),
-            kv_connector_worker_meta=pickle.loads(pickle.dumps(rank.build_connector_worker_meta())),
-        )
-        rank.clear_connector_metadata()
-        return output
 
 
 def _raised_or_returned(answer: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Engines without an engine: real halves, a virtual clock, a wire of lists, and a host of fifty lines.
+"""Engines whose scheduler is the test: real halves, ranks of the host in memory, a virtual clock, and wires.
 
-A host here does what a scheduler does for a connector and nothing else: it hands out blocks, calls the hooks
-in order, and frees what is reported. Like vLLM it drops an output in which nothing is reported.
+An engine does what a scheduler does for a connector and nothing else: it hands out blocks, calls the hooks of
+the scheduler half in order, and frees what is reported. Like vLLM it drops an output that reports nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import enum
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import torch
 
 from baton.connectors.prompt_identity import RequestNames
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
@@ -30,17 +28,17 @@ from baton.core.config import (
     ParallelConfig,
 )
 from baton.core.ids import Address, Epoch
-from baton.core.layout import kv_heads_of
+from baton.engine.step import SchedulerOutput
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
-from baton.testing.contract.arithmetic import kv_values, states_of
+from baton.testing.host.model import HEAD_DIM, Words
+from baton.testing.host.ranks import Ranks
+from baton.testing.host.workers import WorkerSteps
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 
 BLOCK = 4
 LAYERS = 2
 HEADS = 4
-HEAD_DIM = 2
 SECRET = ClusterSecret(b"sixteen bytes or more")
-EMPTY_STEP: Any = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -269,11 +267,16 @@ class Engine:
         self.is_alive = True
         self.tp = config.parallel_config.tensor_parallel_size
         self.half = self.make_half(config, url, epoch)
+        self.ranks = Ranks.of_engine(config)
         self.workers = [self._worker(rank, Epoch(epoch * 100 + rank)) for rank in range(self.tp)]
         self.half.set_xfer_handshake_metadata(
             {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}  # type: ignore[misc]
         )
-        self.aggregator = KVOutputAggregator.from_connector(self.half, self.tp)
+        self.worker_steps = WorkerSteps(
+            self.workers,
+            KVOutputAggregator.from_connector(self.half, self.tp),
+            caches=[memory.kv_caches for memory in self.ranks.memories],
+        )
         self.free_blocks = list(range(config.cache_config.num_gpu_blocks))
         random.Random(epoch).shuffle(self.free_blocks)
         self.lent: dict[str, list[int]] = {}
@@ -308,10 +311,7 @@ class Engine:
             run_in_background=lambda job: job(),
             clock=lambda: self.world.now,
         )
-        heads = len(kv_heads_of(rank, tp_size=self.tp, num_kv_heads=HEADS))
-        shape = (LAYERS, self.config.cache_config.num_gpu_blocks, heads, BLOCK, 2 * HEAD_DIM)
-        worker.cache = torch.full(shape, -1.0)  # type: ignore[attr-defined]
-        worker.register_kv_caches({f"layer.{i}": worker.cache[i] for i in range(LAYERS)})  # type: ignore[attr-defined]
+        worker.register_kv_caches(self.ranks.memories[rank].kv_caches)
         return worker
 
     # --- Blocks --------------------------------------------------------------------------------
@@ -327,18 +327,16 @@ class Engine:
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write the KV of these tokens, the same on whatever engine with the same weights."""
-        for rank, worker in enumerate(self.workers):
-            for index, block_id in enumerate(block_ids):
-                kv = kv_of(tokens, index, rank, self.tp, self.version)
-                worker.cache[:, block_id] = kv  # type: ignore[attr-defined]
+        self.ranks.write((block_ids,), 0, self.kv_of(tokens[: len(block_ids) * BLOCK]))
+
+    def kv_of(self, tokens: Sequence[int]) -> Words:
+        return self.ranks.model.kv(tokens, self.version, 0)
 
     def holds(self, tokens: Sequence[int], block_ids: Sequence[int], *, blocks: range | None = None) -> bool:
-        """Every byte of these blocks is what these tokens' KV has to be."""
-        return all(
-            torch.equal(worker.cache[:, block_ids[index]], kv_of(tokens, index, rank, self.tp, self.version))  # type: ignore[attr-defined]
-            for rank, worker in enumerate(self.workers)
-            for index in (blocks if blocks is not None else range(len(block_ids)))
-        )
+        """Every byte of these tokens' blocks is what their KV has to be."""
+        blocks = blocks if blocks is not None else range(len(block_ids))
+        kv = self.kv_of(tokens[: blocks.stop * BLOCK])
+        return self.ranks.holds(0, block_ids, kv, blocks.start * BLOCK)
 
     # --- P -------------------------------------------------------------------------------------
 
@@ -449,43 +447,21 @@ class Engine:
 
     def step(self) -> bool:
         """One engine step without tokens. True if anything was ordered or reported."""
-        metadata = self.half.build_connector_meta(EMPTY_STEP)
-        assert isinstance(metadata, PullMetadata)
-        return self.take_reports(metadata, [self._step_rank(worker, metadata) for worker in self.workers])
+        output = SchedulerOutput()
+        self._build_metadata(output)
+        return self._take_report(output, self.worker_steps.run(output))
 
-    def take_reports(self, metadata: PullMetadata, outputs: list[KVConnectorOutput]) -> bool:
-        output = self.aggregator.aggregate(outputs)
-        if output is not None:
-            self._take(output)
+    def _build_metadata(self, output: SchedulerOutput) -> None:
+        output.kv_connector_metadata = self.half.build_connector_meta(output)
+
+    def _take_report(self, step: SchedulerOutput, report: KVConnectorOutput | None) -> bool:
+        if report is not None:
+            self._take(report)
         stats = self.half.get_kv_connector_stats()
         if stats is not None:
             self.stats.append(stats.to_dict())
-        return bool(metadata.orders) or output is not None
-
-    def _step_rank(self, worker: PullWorkerHalf, metadata: PullMetadata) -> KVConnectorOutput:
-        takes_part = worker.takes_part(metadata)
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
-        worker.start_load_kv(None)  # type: ignore[arg-type]
-        output = self.report_of(worker)
-        assert takes_part or output.is_empty(), "its host would have left out this step"
-        return output
-
-    def report_of(self, worker: PullWorkerHalf) -> KVConnectorOutput:
-        worker.wait_for_save()
-        ended = worker.get_transfer_results(set())
-        output = KVConnectorOutput(
-            ended.finished_sending,
-            ended.finished_recving,
-            ended.failed_recving,
-            worker.get_block_ids_with_load_errors(),
-            worker.get_kv_connector_stats(),
-            worker.get_kv_connector_kv_cache_events(),
-            worker.build_connector_worker_meta(),
-            worker.get_expected_finished_count(),
-        )
-        worker.clear_connector_metadata()
-        return output
+        assert isinstance(step.kv_connector_metadata, PullMetadata)
+        return bool(step.kv_connector_metadata.orders) or report is not None
 
     def _take(self, output: KVConnectorOutput) -> None:
         invalid = output.invalid_block_ids
@@ -551,15 +527,6 @@ class Engine:
 
 
 World.engine_kind = Engine
-
-
-def kv_of(tokens: Sequence[int], index: int, rank: int, tp: int, version: str | None = None) -> torch.Tensor:
-    """What block `index` of this prompt holds on one rank, all layers: `[layers, heads, block, content]`."""
-    heads = kv_heads_of(rank, tp_size=tp, num_kv_heads=HEADS)
-    states = states_of(tokens, version)[index * BLOCK : (index + 1) * BLOCK]
-    states += (0,) * (BLOCK - len(states))  # `holds` compares whole blocks.
-    layers = [kv_values(states, layer, heads, 2 * HEAD_DIM) for layer in range(LAYERS)]
-    return torch.stack(layers).transpose(1, 2)
 
 
 __all__ = ["BLOCK", "Engine", "FakeRequest", "Status", "World", "engine_config", "model_config"]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from baton.connectors.pull import PullSchedulerHalf, PullWorkerHalf
-from baton.connectors.pull.metadata import PullMetadata
 from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import NewRequestData, SchedulerOutput
+from baton.testing.host.memory import JUNK
 from tests.connectors.pull_world import (
     BLOCK,
     LAYERS,
@@ -28,7 +28,6 @@ from tests.connectors.pull_world import (
     Station,
     Status,
     World,
-    kv_of,
 )
 
 
@@ -91,8 +90,8 @@ class PushEngine(Engine):
     def preempt(self, request_id: str) -> None:
         """Takes the request's blocks, and overwrites them at once."""
         prefill = self.prefills[request_id]
-        for worker in self.workers:
-            worker.cache[:, prefill.block_ids] = -2.0  # type: ignore[attr-defined]
+        for memory in self.ranks.memories:
+            memory.words[prefill.block_ids] = JUNK
         self.free_blocks = prefill.block_ids + self.free_blocks  # Adversarial: the next request gets them.
         prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
         self.preempted.add(request_id)
@@ -113,16 +112,9 @@ class PushEngine(Engine):
             self.schedule(request_id, chunk, num_cached=num_cached)
             self.world.settle()
 
-    def write(self, prefill: Prefill, first: int, last: int, layer: int | None = None) -> None:
-        tokens = prefill.request.prompt_token_ids
-        if last == len(tokens):
-            last = -(-last // BLOCK) * BLOCK  # `holds` compares whole blocks.
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
-        for rank, worker in enumerate(self.workers):
-            for index in range(first // BLOCK, -(-last // BLOCK)):
-                inside = slice(max(0, first - index * BLOCK), min(BLOCK, last - index * BLOCK))
-                target = worker.cache[layers, prefill.block_ids[index]]  # type: ignore[attr-defined]
-                target[:, :, inside] = kv_of(tokens, index, rank, self.tp, self.version)[layers, :, inside]
+    def write(self, prefill: Prefill, first: int, last: int) -> None:
+        kv = self.kv_of(prefill.request.prompt_token_ids[:last])
+        self.ranks.write((prefill.block_ids,), first, kv[first:])
 
     # --- D ---------------------------------------------------------------------------------------
 
@@ -137,28 +129,26 @@ class PushEngine(Engine):
     def step(self) -> bool:
         chunks, self.chunks = self.chunks, {}
         output = self._schedule(chunks)
-        metadata = self.half.build_connector_meta(output)
-        assert isinstance(metadata, PullMetadata)
-        for worker in self.workers:
-            worker.handle_preemptions(metadata)
-            worker.bind_connector_metadata(metadata)
-            worker.start_load_kv(None)  # type: ignore[arg-type]
+        self._build_metadata(output)
+        self.worker_steps.begin(output)
         reaches = {
             request_id: (self.prefills[request_id].num_computed, chunk)
             for request_id, chunk in chunks.items()
         }
         self._forward(reaches)
-        outputs = [self.report_of(worker) for worker in self.workers]
+        report = self.worker_steps.end()
         for request_id, (num_computed, chunk) in reaches.items():
             self.prefills[request_id].num_computed = num_computed + chunk
         for request_id in chunks:
             prefill = self.prefills[request_id]
             if prefill.num_computed == len(prefill.request.prompt_token_ids):
                 self.end_prefill(request_id)
-        return self.take_reports(metadata, outputs) or bool(chunks)
+        return self._take_report(output, report) or bool(chunks)
 
     def _schedule(self, chunks: dict[str, int]) -> SchedulerOutput:
-        output = SchedulerOutput(num_scheduled_tokens=dict(chunks))
+        output = SchedulerOutput(
+            num_scheduled_tokens=dict(chunks), total_num_scheduled_tokens=sum(chunks.values())
+        )
         output.preempted_req_ids, self.preempted = self.preempted, set()
         for request_id, chunk in chunks.items():
             prefill = self.prefills[request_id]
@@ -188,13 +178,15 @@ class PushEngine(Engine):
     def _forward(self, reaches: dict[str, tuple[int, int]]) -> None:
         if not reaches:
             return
+        self.ranks.written.clear()
+        for request_id, (first, chunk) in reaches.items():
+            self.write(self.prefills[request_id], first, first + chunk)
+        self.ranks.hide_later_layers()
         for layer in range(LAYERS):
-            for request_id, (first, chunk) in reaches.items():
-                self.write(self.prefills[request_id], first, first + chunk, layer)
-            for worker in self.workers:
-                worker.save_kv_layer(f"layer.{layer}", torch.empty(0), None)
+            self.worker_steps.show_layers(layer, layer + 1)
             if self.on_layer is not None:
                 self.on_layer(layer)
+            self.ranks.reveal()
 
     def _grow(self, prefill: Prefill, num_tokens: int) -> None:
         missing = -(-num_tokens // BLOCK) - len(prefill.block_ids)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ from baton.stores.policies.eviction import make_policy
 from tests.connectors import engine_world, offload_world, storage_world
 from tests.connectors.engine_world import ONE_TOKEN, PATIENT, ModelOf, core_in, hands_over, multi, prompt_of
 from tests.connectors.offload_world import PATIENCE_S
-from tests.connectors.pull_world import BLOCK, Engine, FakeRequest, Station, World, kv_of
+from tests.connectors.pull_world import BLOCK, Engine, FakeRequest, Station, World
 
 NUM_SLOTS = 8
 STORED: Any = {"baton_lend_stored": True}
@@ -59,8 +58,8 @@ class Host(Engine):
             reserved = self.index.reserve(key, set(keys))
             if reserved is None:
                 return
-            for worker in self.workers:
-                worker.cache[:, reserved.entry.slot] = kv_of(tokens, number, 0, 1)  # type: ignore[attr-defined]
+            first, end = number * BLOCK, (number + 1) * BLOCK
+            self.ranks.write(([reserved.entry.slot] * (number + 1),), first, self.kv_of(tokens[:end])[first:])
             self.index.end_store(reserved.entry, ok=True)
 
     def lend(self, request_id: str, tokens: list[int]) -> tuple[int, dict[str, Any]] | None:
@@ -197,9 +196,9 @@ STEPS = st.one_of(
 def test_a_lent_slot_keeps_its_content_and_is_free_after_the_loan(steps: list[Any]) -> None:
     world = World()
     a, d = host_in(world, share_max=1.0), world.engine("d", num_blocks=64)
-    cache = a.workers[0].cache  # type: ignore[attr-defined]
+    words = a.ranks.memories[0].words
     open_params: list[tuple[list[int], dict[str, Any]]] = []
-    contents: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    contents: dict[Any, list[tuple[int, bytes]]] = {}
     for number, (what, first, second) in enumerate(steps):
         if what == "store":
             a.store(tokens_of(first, second * BLOCK))
@@ -221,8 +220,8 @@ def test_a_lent_slot_keeps_its_content_and_is_free_after_the_loan(steps: list[An
                 if a.index.is_ready(key):
                     a.index.forget(a.index._entries[key])
         for loan_id, entries in a.lender._lent.items():
-            held = contents.setdefault(loan_id, [(e.slot, cache[:, e.slot].clone()) for e in entries])
-            assert all(torch.equal(cache[:, slot], content) for slot, content in held)
+            held = contents.setdefault(loan_id, [(e.slot, words[e.slot].tobytes()) for e in entries])
+            assert all(words[slot].tobytes() == content for slot, content in held)
     world.pass_time(181)
     a.assert_whole()
     world.close()

@@ -46,7 +46,7 @@ def test_only_what_is_missing_moves_and_leaves_a_record(world: World) -> None:
     (record,) = d.counted("transfers")
     expected = {"request_id": "r", "producer": "p", "transport": "memory", "tokens": 6, "blocks": 2}
     assert {name: record[name] for name in expected} == expected
-    assert record["bytes"] == 2 * 2 * 4 * BLOCK * 4 * 4  # Blocks, layers, heads, tokens, K and V, float32.
+    assert record["bytes"] == 2 * 2 * 4 * BLOCK * 2 * 4  # Blocks, layers, heads, tokens, K and V, float32.
     world.assert_settles_whole()
 
 

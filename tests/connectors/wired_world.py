@@ -9,8 +9,15 @@ from typing import TypeVar
 import torch
 
 from baton.assemble import connector_factory
-from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.contract import (
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    KVOutputAggregator,
+)
 from baton.core.config import EngineConfig
+from baton.engine.step import SchedulerOutput
+from baton.testing.host.workers import WorkerSteps
 from tests.connectors.pull_world import (
     BLOCK,
     HEAD_DIM,
@@ -35,27 +42,17 @@ class Engine:
         self.scheduler: KVConnectorSchedulerHalf = connector_factory.scheduler_half(config)
         self.worker: KVConnectorWorkerHalf = connector_factory.worker_half(config, 0)
         self.worker.register_kv_caches({f"layer.{i}": self.cache[i] for i in range(LAYERS)})
+        self._worker_steps = WorkerSteps([self.worker], KVOutputAggregator(1))
         handshake = self.worker.get_handshake_metadata()
         assert handshake is not None
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
 
     def step(self) -> KVConnectorOutput:
-        metadata = self.scheduler.build_connector_meta(None)  # type: ignore[arg-type]
-        self.worker.handle_preemptions(metadata)
-        self.worker.bind_connector_metadata(metadata)
-        self.worker.start_load_kv(None)  # type: ignore[arg-type]
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(set())
-        output = KVConnectorOutput(
-            results.finished_sending,
-            results.finished_recving,
-            results.failed_recving,
-            self.worker.get_block_ids_with_load_errors(),
-        )
-        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(output)
-        return output
+        output = SchedulerOutput()
+        output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
+        report = self._worker_steps.run(output) or KVConnectorOutput()
+        self.scheduler.update_connector_output(report)
+        return report
 
     def step_until(self, done: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
         deadline = time.monotonic() + PATIENCE_S

@@ -35,7 +35,7 @@ class Ranks:
         self._block_tokens = block_tokens
         self._has_null_block = is_hybrid(groups)
         self.rows = Rows(self.salts)
-        self._written: list[
+        self.written: list[
             tuple[NDArray[np.int64], NDArray[np.int64]]
         ] = []  # Blocks and offsets that this step wrote.
         self._hidden: list[tuple[RankMemory, NDArray[np.int64], NDArray[np.int64], Words]] = []
@@ -77,7 +77,7 @@ class Ranks:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run requests as scheduled: one that shares a new block comes after the one that fills it."""
         result = ModelRunnerOutput()
-        self._written.clear()
+        self.written.clear()
         for request_id, num_new in output.num_scheduled_tokens.items():
             row = self.rows[request_id]
             seen = self._compute(row, num_new)
@@ -117,14 +117,14 @@ class Ranks:
                 for memory in self.memories:
                     memory.write_state(table[(last - 1) // self._block_tokens], words[-1, list(group.layers)])
                 continue
-            blocks = np.asarray(table)[positions // self._block_tokens]
-            self._written.append((blocks, offsets))
+            blocks = np.asarray(table, np.int64)[positions // self._block_tokens]
+            self.written.append((blocks, offsets))
             for memory in self.memories:
                 memory.write(blocks, offsets, words[:, list(group.layers)])
 
     def hide_later_layers(self) -> None:
         """Hide all that this step has computed except the first layer: the rest is not in memory yet."""
-        for blocks, offsets in self._written:
+        for blocks, offsets in self.written:
             for memory in self.memories:
                 self._hidden.append((memory, blocks, offsets, memory.words[blocks, 1:, :, offsets]))
         for memory, blocks, offsets, _ in self._hidden:
