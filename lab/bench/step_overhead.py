@@ -26,7 +26,7 @@ from rich.table import Table
 
 from baton.assemble import connector_factory
 from baton.contract import KVConnectorHandshakeMetadata
-from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
 from baton.engine.api import EngineOutputs, EngineRequest, SamplingParams
 from baton.engine.core.core_messages import FromCore, Outputs
 from baton.engine.core.engine_core import EngineCore
@@ -37,6 +37,7 @@ from baton.engine.process.channel import Channel
 from baton.engine.runner.cache_setup import allocate_for, register
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.testing.host.config import model_config
 
 NUM_STEPS = 400
 WARM_UP_STEPS = 40
@@ -114,22 +115,13 @@ def null_config(num_running: int, connector: str = "") -> EngineConfig:
     max_model_len = 4096
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both") if connector else None
     return EngineConfig(
-        model_config=ModelConfig(
-            model="",
-            served_model_name="null",
-            dtype="float32",
+        model_config=model_config(
             max_model_len=max_model_len,
             num_hidden_layers=1,
             num_attention_heads=1,
             num_kv_heads=1,
-            head_dim=2,
-            hidden_size=2,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(0,),
-            bos_token_id=None,
-            architecture_digest="",
-            weights_digest="",
-            hf_config={},
         ),
         cache_config=CacheConfig(num_gpu_blocks=num_running * 64 + 2),
         scheduler_config=SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=8192),

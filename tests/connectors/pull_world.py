@@ -30,7 +30,8 @@ from baton.core.config import (
 from baton.core.ids import Address, Epoch
 from baton.engine.step import SchedulerOutput
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
-from baton.testing.host.model import HEAD_DIM, Words
+from baton.testing.host.config import model_config
+from baton.testing.host.model import Words
 from baton.testing.host.ranks import Ranks
 from baton.testing.host.workers import WorkerSteps
 from baton.transport.memory import MemoryNetwork, MemoryTransport
@@ -39,27 +40,6 @@ BLOCK = 4
 LAYERS = 2
 HEADS = 4
 SECRET = ClusterSecret(b"sixteen bytes or more")
-
-
-def model_config(**changes: Any) -> ModelConfig:
-    config = ModelConfig(
-        model="folder",
-        served_model_name="toy",
-        dtype="float32",
-        max_model_len=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        hidden_size=8,
-        vocab_size=100,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        architecture_digest="architecture",
-        weights_digest="weights",
-        hf_config={},
-    )
-    return msgspec.structs.replace(config, **changes)
 
 
 def engine_config(
@@ -529,4 +509,4 @@ class Engine:
 World.engine_kind = Engine
 
 
-__all__ = ["BLOCK", "Engine", "FakeRequest", "Status", "World", "engine_config", "model_config"]
+__all__ = ["BLOCK", "Engine", "FakeRequest", "Status", "World", "engine_config"]

@@ -21,10 +21,11 @@ from baton.core.ids import Address
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache, cross_layer_cache
 from baton.engine.models import SingleRank
 from baton.engine.runner.cache_setup import allocate_for, register
+from baton.testing.host.config import model_config
 from baton.transport.base.interface import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from tests.connectors.engine_world import GREEDY, Start, hand_over, hands_over, prompt_of
-from tests.connectors.pull_world import engine_config, model_config
+from tests.connectors.pull_world import engine_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape
 
 # --- Reads - ----------------------------------------------------------------------------------------

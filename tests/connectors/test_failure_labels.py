@@ -15,7 +15,8 @@ from baton.core.reasons import FailureCode, FailureReason, Fault
 from baton.protocol.block_runs import PlanError
 from baton.protocol.handshake import PROTOCOL_VERSION, encode_ranks
 from baton.protocol.messages import WIRE_VERSION, Announced, Envelope, Failed, Finished, Refused, Welcome
-from tests.connectors.pull_world import BLOCK, model_config
+from baton.testing.host.config import model_config
+from tests.connectors.pull_world import BLOCK
 from tests.connectors.push_world import PushEngine, PushWorld
 from tests.connectors.test_push_by_name import NO_PEER, P_PEER, decode_leg
 

@@ -14,7 +14,8 @@ from baton.core.errors import BadTransferParams
 from baton.core.reasons import FailureCode
 from baton.protocol.messages import Renewed, Welcome
 from baton.protocol.ticket import Ticket
-from tests.connectors.pull_world import BLOCK, Engine, World, model_config
+from baton.testing.host.config import model_config
+from tests.connectors.pull_world import BLOCK, Engine, World
 
 TOKENS = list(range(11))
 

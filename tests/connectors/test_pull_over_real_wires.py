@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baton.core.config import ClusterSecret, EngineConfig
+from baton.testing.host.model import HEAD_DIM
 from tests.connectors.pull_world import (
     BLOCK,
-    HEAD_DIM,
     HEADS,
     LAYERS,
     SECRET,

@@ -15,9 +15,10 @@ from baton.connectors.pull.worker import PullWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.config import EngineConfig
 from baton.core.errors import TransferError
+from baton.testing.host.model import HEAD_DIM
 from baton.transport.base.interface import Completion
 from baton.transport.local.transport import LocalTransport
-from tests.connectors.pull_world import BLOCK, HEAD_DIM, HEADS, LAYERS, FakeRequest, Status, engine_config
+from tests.connectors.pull_world import BLOCK, HEADS, LAYERS, FakeRequest, Status, engine_config
 from tests.connectors.wired_world import OURS, TOKENS, Engine, ask, engines_of, lend
 
 QUICK = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 5.0, "loan_max_s": 10.0}

@@ -26,7 +26,8 @@ from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.errors import TransferError
 from baton.core.layout import FORMATS, PLANES, SLOT
 from baton.protocol.handshake import decode_ranks
-from tests.connectors.pull_world import engine_config, model_config
+from baton.testing.host.config import model_config
+from tests.connectors.pull_world import engine_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape, Wires
 
 PATIENCE_S = 60.0  # Only reached when something is wrong.

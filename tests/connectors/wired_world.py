@@ -17,10 +17,10 @@ from baton.contract import (
 )
 from baton.core.config import EngineConfig
 from baton.engine.step import SchedulerOutput
+from baton.testing.host.model import HEAD_DIM
 from baton.testing.host.workers import WorkerSteps
 from tests.connectors.pull_world import (
     BLOCK,
-    HEAD_DIM,
     HEADS,
     LAYERS,
     FakeBlocks,

@@ -15,6 +15,7 @@ from baton.core.states import StatePart, state_bytes
 from baton.engine.attention.backend import rows_of, run_of, slot_strides
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from baton.testing.host import config as toy
 
 requests = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6)
 
@@ -53,22 +54,8 @@ def test_every_token_has_its_position_and_slot(
 
 
 def model_config(num_kv_heads: int) -> ModelConfig:
-    return ModelConfig(
-        model="",
-        served_model_name="",
-        dtype="bfloat16",
-        max_model_len=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_kv_heads=num_kv_heads,
-        head_dim=8,
-        hidden_size=32,
-        vocab_size=100,
-        eos_token_ids=(),
-        bos_token_id=None,
-        architecture_digest="",
-        weights_digest="",
-        hf_config={},
+    return toy.model_config(
+        dtype="bfloat16", num_hidden_layers=3, num_kv_heads=num_kv_heads, head_dim=8, hidden_size=32
     )
 
 

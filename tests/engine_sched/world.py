@@ -14,7 +14,6 @@ from baton.core.config import (
     EngineConfig,
     KVEventsConfig,
     KVTransferConfig,
-    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -24,36 +23,15 @@ from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs
 from baton.engine.request import Request
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.testing.host.config import model_config
 from baton.testing.host.engine import Engine
 from baton.testing.host.memory import JUNK
-from baton.testing.host.model import EOS_IDS, STATE, VOCAB, model_of
+from baton.testing.host.model import EOS_IDS, STATE, model_of
 from baton.testing.host.ranks import Ranks
 
 BLOCK = 4
 KV_HEADS = 2
 Verdict = tuple[int | None, bool]
-
-
-def model_config(max_model_len: int = 256, windows: tuple[int | None, ...] = ()) -> ModelConfig:
-    return ModelConfig(
-        model="m",
-        served_model_name="m",
-        dtype="float32",
-        max_model_len=max_model_len,
-        num_hidden_layers=max(1, len(windows)),
-        windows=windows,
-        state_layers=tuple(layer for layer, window in enumerate(windows) if window == STATE),
-        num_attention_heads=2,
-        num_kv_heads=KV_HEADS,
-        head_dim=4,
-        hidden_size=8,
-        vocab_size=VOCAB,
-        eos_token_ids=EOS_IDS,
-        bos_token_id=None,
-        architecture_digest="a",
-        weights_digest="w",
-        hf_config={},
-    )
 
 
 def engine_config(
@@ -72,7 +50,13 @@ def engine_config(
     num_ranks: int = 1,
 ) -> EngineConfig:
     return EngineConfig(
-        model_config=model_config(max_model_len, windows),
+        model_config=model_config(
+            max_model_len=max_model_len,
+            num_hidden_layers=max(1, len(windows)),
+            num_kv_heads=KV_HEADS,
+            windows=windows,
+            state_layers=tuple(layer for layer, window in enumerate(windows) if window == STATE),
+        ),
         cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=num_blocks, enable_prefix_caching=caching),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=budget,

@@ -36,6 +36,7 @@ from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
 from baton.server.service import Service, check_common_params
 from baton.server.tokens import PromptEncoder
+from baton.testing.host import config as toy
 
 EOS = 0
 SPECIAL = {EOS: "<eos>", 1: "<user>", 2: "<assistant>"}
@@ -252,23 +253,15 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 def model_config(**changes: Any) -> ModelConfig:
     fields: dict[str, Any] = {
-        "model": "/models/toy",
-        "served_model_name": "toy",
-        "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 8,
         "hidden_size": 32,
         "vocab_size": VOCAB_SIZE,
         "eos_token_ids": (EOS,),
-        "bos_token_id": None,
         "architecture_digest": "a",
-        "weights_digest": "w",
-        "hf_config": {},
     }
-    return ModelConfig(**{**fields, **changes})
+    return toy.model_config(**{**fields, **changes})
 
 
 @contextmanager

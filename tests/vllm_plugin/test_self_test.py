@@ -19,7 +19,8 @@ from baton.core.layout import PLANES, SLOT, RankLayout
 from baton.core.states import StatePart
 from baton.hosts.vllm import self_test
 from baton.hosts.vllm.self_test import run_self_test
-from tests.connectors.pull_world import BLOCK, HEADS, engine_config, model_config
+from baton.testing.host.config import model_config
+from tests.connectors.pull_world import BLOCK, HEADS, engine_config
 from tests.transport.fake_cuda import COMPILER, FakeDevice, FakeDeviceMemory, build
 from tests.vllm_plugin.test_connector import PARALLEL, roles
 from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config

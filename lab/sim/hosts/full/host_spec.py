@@ -18,7 +18,8 @@ from baton.core.config import (
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.states import StatePart
-from baton.testing.host.model import CONTENT, EOS_IDS, HEAD_DIM, STATE, VOCAB, Windows
+from baton.testing.host.config import model_config
+from baton.testing.host.model import CONTENT, STATE, Windows
 from lab.sim.kernel.wire import SECRET
 
 if TYPE_CHECKING:
@@ -124,24 +125,13 @@ def state_parts(num_kv_heads: int) -> tuple[StatePart, ...]:
 
 
 def _model_config(num_kv_heads: int, windows: Windows, digest: str, version: str) -> ModelConfig:
-    return ModelConfig(
-        model="folder",
-        served_model_name="toy",
-        dtype="float32",
+    return model_config(
         max_model_len=MAX_MODEL_LEN,
         num_hidden_layers=len(windows),
         windows=tuple(None if window == STATE else window for window in windows),
         state_parts=state_parts(num_kv_heads),
         state_layers=tuple(layer for layer, window in enumerate(windows) if window == STATE),
-        num_attention_heads=4,
         num_kv_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
-        hidden_size=8,
-        vocab_size=VOCAB,
-        eos_token_ids=EOS_IDS,
-        bos_token_id=None,
-        architecture_digest="architecture",
         weights_digest=digest,
         weights_version=version,
-        hf_config={},
     )
