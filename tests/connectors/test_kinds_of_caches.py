@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from baton.connectors.pull import EngineIdentity
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.connectors.pull.reads.cache_layout import layout_of
-from baton.connectors.pull.reads.links import PeerLinks
-from baton.connectors.pull.reads.slot_memory import SlotMemory
-from baton.connectors.pull.reads.staged import StagedReader
-from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.core.errors import ConfigError
-from baton.core.ids import Address, EngineId, Epoch
+from baton.core.ids import Address, Epoch
 from baton.core.layout import (
     INDEX_KEYS,
     INLINE_SCALES,
@@ -30,10 +26,10 @@ from baton.core.layout import (
     CacheSpec,
     kv_heads_of,
 )
-from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
-from baton.protocol.plan import PlanError, plan_pairs_of_layouts
-from baton.transport.memory import MemoryNetwork, MemoryTransport
+from baton.protocol.plan import PlanError
+from tests.connectors import topology_world
 from tests.connectors.pull_world import engine_config
+from tests.connectors.topology_world import Memory
 
 NUM_TOKENS = 8
 NUM_BLOCKS = 9
@@ -48,11 +44,9 @@ SPECS = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    tp: int = 1
-    block_tokens: int = 4
-    is_token_major: bool = False
+@dataclass(frozen=True, kw_only=True)
+class Shape(topology_world.Shape):
+    num_blocks: int = NUM_BLOCKS
     latent: torch.dtype = torch.float32
     index: torch.dtype = torch.float32
     specs: dict[str, CacheSpec] = field(default_factory=lambda: SPECS, hash=False)
@@ -63,7 +57,7 @@ class Shape:
 
 
 class Rank:
-    def __init__(self, shape: Shape, tp_rank: int, network: MemoryNetwork, owner: Address) -> None:
+    def __init__(self, shape: Shape, pp_rank: int, tp_rank: int, network: Memory, owner: Address) -> None:
         self.shape = shape
         self.heads = {
             name: kv_heads_of(tp_rank, tp_size=shape.tp, num_kv_heads=spec.num_heads)
@@ -79,7 +73,7 @@ class Rank:
         )
         self.layout = layout_of(self.caches, identity)
         self.address = Address(owner.engine_id, Epoch(owner.epoch * 10 + tp_rank))
-        self.transport = MemoryTransport(self.address, network)
+        self.transport = network.transport(self.address)
 
     def _allocate(self, name: str) -> torch.Tensor:
         shape, heads = self.shape, len(self.heads[name])
@@ -103,69 +97,42 @@ def number_of(name: str, head: int, token: int, element: int) -> float:
     return float(mixed % (8 if name == "mla" else 101))
 
 
-class Engine:
-    def __init__(self, name: str, shape: Shape, network: MemoryNetwork) -> None:
-        self.address = Address(EngineId(name), Epoch(len(name)))
-        self.shape = shape
-        self.ranks = [Rank(shape, tp_rank, network, self.address) for tp_rank in range(shape.tp)]
-
-    def cards(self) -> tuple[RankCard, ...]:
-        cards = [
-            RankCard(
-                rank.layout.tp_rank,
-                rank.layout,
-                {rank.transport.name: rank.transport.register(rank.layout.regions)},
-                rank.address.epoch,
-            )
-            for rank in self.ranks
-        ]
-        return decode_ranks(encode_ranks(cards))
-
-    def table(self, draw: random.Random) -> tuple[int, ...]:
-        return tuple(draw.sample(range(NUM_BLOCKS), NUM_TOKENS // self.shape.block_tokens))
-
-    def links(self, rank: Rank) -> PeerLinks:
-        staged = StagedReader(
-            SlotMemory.of_caches(rank.layout, rank.caches), Staging("cpu", nbytes=2048, num_parts=2)
-        )
-        rank.transport.register((*rank.layout.regions, staged.region))
-        name = rank.transport.name
-        return PeerLinks(rank.layout, {name: rank.transport}, [name], lambda job: job(), staged=staged)
+class Producer(topology_world.Engine):
+    rank_kind = Rank
 
 
-def read(p: Engine, d: Engine, draw: random.Random) -> Iterator[tuple[Rank, ReadEnd, tuple[int, ...]]]:
+class Consumer(topology_world.Reader):
+    rank_kind = Rank
+
+
+def read(p: Producer, d: Consumer, draw: random.Random) -> Iterator[tuple[Rank, ReadEnd, tuple[int, ...]]]:
     """D's ranks read the prompt. Yields the end of each read, with D's table."""
-    theirs, ours = p.table(draw), d.table(draw)
+    theirs, ours = p.table(NUM_TOKENS, draw), d.table(NUM_TOKENS, draw)
     for rank in p.ranks:
         rank.compute(rank.caches, theirs)
-    pairs = plan_pairs_of_layouts(
-        [rank.layout for rank in p.ranks], [rank.layout for rank in d.ranks], rotation=draw.randrange(4)
-    )
-    cards = p.cards()
-    for rank in d.ranks:
-        links = d.links(rank)
-        links.meet(p.address, cards)
-        links.read(ReadBlocks(1, p.address, pairs, 0, NUM_TOKENS, ours, theirs))
+    pairs = d.pairs(p, rotation=draw.randrange(4))
+    d.meet(p)
+    d.order(ReadBlocks(1, p.address, pairs, 0, NUM_TOKENS, ours, theirs))
+    for rank, links in zip(d.ranks, d.links, strict=True):
         yield from ((rank, end, ours) for end in links.take_ended())
 
 
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    return Shape(
-        draw(st.sampled_from([1, 2, 4, 8])),
-        draw(st.sampled_from([2, 4, 8])),
-        draw(st.booleans()),
-        draw(st.sampled_from([torch.float32, torch.float8_e5m2])),
-        draw(st.sampled_from([torch.float32, torch.bfloat16])),
-    )
+SHAPES = st.builds(
+    Shape,
+    tp=st.sampled_from([1, 2, 4, 8]),
+    block_tokens=st.sampled_from([2, 4, 8]),
+    is_token_major=st.booleans(),
+    latent=st.sampled_from([torch.float32, torch.float8_e5m2]),
+    index=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes(), shapes(), st.integers(0, 1000))
+@given(SHAPES, SHAPES, st.integers(0, 1000))
 def test_each_number_of_each_kind_ends_in_its_place(theirs: Shape, ours: Shape, seed: int) -> None:
     """Latents and index keys have dtypes of their own; the scales follow the heads of their cache."""
-    network = MemoryNetwork()
-    p, d = Engine("p", theirs, network), Engine("dd", ours, network)
+    network = Memory()
+    p, d = Producer("p", theirs, network), Consumer("dd", ours, network)
     wanted = {id(rank): {name: cache.clone() for name, cache in rank.caches.items()} for rank in d.ranks}
     read_by = set()
     for rank, end, table in read(p, d, random.Random(seed)):
@@ -190,13 +157,13 @@ def changed(name: str, **change: Any) -> dict[str, CacheSpec]:
             Shape(specs=changed("attn", scales=INLINE_SCALES)),
             "scales of attn: ours 'beside', theirs",
         ),
-        (Shape(2, specs=changed("mla.index", kind=SCALES)), "kind of mla.index: ours 'index_keys'"),
+        (Shape(tp=2, specs=changed("mla.index", kind=SCALES)), "kind of mla.index: ours 'index_keys'"),
         (Shape(specs=changed("mla.index", packing="tiles")), "packing: ours is 'slot' in blocks of 4"),
     ],
 )
 def test_caches_that_hold_something_else_are_refused(theirs: Shape, error: str) -> None:
-    network = MemoryNetwork()
-    p, d = Engine("p", theirs, network), Engine("dd", Shape(), network)
+    network = Memory()
+    p, d = Producer("p", theirs, network), Consumer("dd", Shape(), network)
     try:
         errors = [end.error for _, end, _ in read(p, d, random.Random(1))]
     except PlanError as refused:
@@ -207,12 +174,13 @@ def test_caches_that_hold_something_else_are_refused(theirs: Shape, error: str) 
 
 def test_index_keys_of_unknown_packing_move_in_whole_blocks() -> None:
     """Each block has its keys first and then their scales, because vLLM's kernels write them so."""
-    shape = Shape(2, specs=changed("mla.index", packing="vllm indexer"))
-    network = MemoryNetwork()
-    p, d = Engine("p", shape, network), Engine("dd", Shape(specs=shape.specs), network)
+    shape = Shape(tp=2, specs=changed("mla.index", packing="vllm indexer"))
+    network = Memory()
+    p, d = Producer("p", shape, network), Consumer("dd", Shape(specs=shape.specs), network)
     ends = [end for _, end, _ in read(p, d, random.Random(1))]
     assert [end.ok for end in ends] == [True, True]
-    p, d = Engine("pp", shape, network), Engine("ddd", Shape(block_tokens=8, specs=shape.specs), network)
+    p = Producer("pp", shape, network)
+    d = Consumer("ddd", Shape(block_tokens=8, specs=shape.specs), network)
     ends = [end for _, end, _ in read(p, d, random.Random(1))]
     assert "packing: ours is 'vllm indexer' in blocks of 8 tokens of float32" in ends[0].error
 
@@ -227,4 +195,4 @@ def test_index_keys_of_unknown_packing_move_in_whole_blocks() -> None:
 )
 def test_a_kind_that_is_not_known_is_refused_at_start(specs: dict[str, CacheSpec], message: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_caches.*{message}"):
-        Engine("p", Shape(specs=specs), MemoryNetwork())
+        Producer("p", Shape(specs=specs), Memory())

@@ -7,7 +7,7 @@ what every dtype can hold. So what a read has moved can be checked without knowi
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -177,11 +177,13 @@ class Rank:
 
 
 class Engine:
+    rank_kind: Any = Rank
+
     def __init__(self, name: str, shape: Shape, network: Network) -> None:
         self.shape = shape
         self.address = Address(EngineId(name), Epoch(len(name)))
         self.ranks = [
-            Rank(shape, pp_rank, tp_rank, network, self.address)
+            self.rank_kind(shape, pp_rank, tp_rank, network, self.address)
             for pp_rank in range(len(shape.stage_layers))
             for tp_rank in range(shape.tp)
         ]
