@@ -3,7 +3,6 @@
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ FACTORY = "baton.assemble:connector_factory"
 ModelOf = Callable[[str], ModelConfig]
 AnswerOf = Callable[[str, list[int]], list[int]]
 Start = Callable[..., LLM]
-StartCore = Callable[..., EngineCore]
+StartCore = Callable[..., "Stepped"]
 
 
 WINDOW = 10
@@ -135,7 +134,7 @@ def answering(model_of: ModelOf) -> Iterator[AnswerOf]:
 def cores(model: ModelConfig) -> Iterator[StartCore]:
     """Engines without the front end, for tests that step several of them by hand; see `engines`."""
     with ExitStack() as stack:
-        yield lambda *args, **options: core_in(stack, config_of(model, *args, **options))
+        yield lambda *args, **options: Stepped(core_in(stack, config_of(model, *args, **options)))
 
 
 def core_in(stack: ExitStack, config: EngineConfig) -> EngineCore:
@@ -160,62 +159,93 @@ def hand_over(p: LLM, d: LLM, prompt: list[int], sampling: SamplingParams = GREE
     return decoded
 
 
-class Legs:
-    """Requests on several engines, all stepped in turn by one thread."""
+class Stepped:
+    """Requests of one engine, which the test steps."""
 
-    def __init__(self, *cores: EngineCore) -> None:
-        self.cores = cores
-        self.completions: dict[tuple[int, str], Completion] = {}
-        self.num_preempted: Counter[int] = Counter()  # Preemptions in each engine, by the id of its core.
-        self.transfers: list[dict[str, Any]] = []  # Consumers' records of delivered transfers.
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.completions: dict[str, Completion] = {}
+        self.stats: list[SchedulerStats] = []  # Statistics of each step.
         self._pause = threading.Event()
 
     def add(
         self,
-        core: EngineCore,
         request_id: str,
         prompt: list[int],
         sampling: SamplingParams = GREEDY,
         params: dict[str, Any] | None = None,
-        given: Sequence[int] = (),
+        **fields: Any,
     ) -> Completion:
-        completion = self.completions[id(core), request_id] = Completion(request_id, prompt)
-        asked = EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            output_token_ids=list(given),
-            sampling_params=sampling,
-            arrival_time_s=0.0,
-            kv_transfer_params=params,
+        """`fields`: further fields of the EngineRequest."""
+        completion = self.completions[request_id] = Completion(request_id, prompt)
+        ended = self.core.add_request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling_params=sampling,
+                arrival_time_s=0.0,
+                kv_transfer_params=params,
+                **fields,
+            )
         )
-        assert core.add_request(asked) is None
+        if ended is not None:
+            completion.take(ended)
         return completion
 
-    def add_pair(
-        self, p: EngineCore, d: EngineCore, name: str, prompt: list[int], on_p: SamplingParams | None = None
-    ) -> Completion:
-        """Both legs of a pushed prompt, D's first. `on_p`: otherwise P samples one token."""
-        for_p, for_d = legs_of(p, name)
-        decoded = self.add(d, name, prompt, GREEDY, for_d)
-        self.add(p, name, prompt, on_p or ONE_TOKEN, for_p)
-        return decoded
+    def step(self) -> None:
+        outputs = self.core.step()
+        for output in outputs.outputs:
+            self.completions[output.request_id].take(output)
+        if outputs.stats is not None:
+            self.stats.append(outputs.stats)
+        if not self.core.num_scheduled_tokens:
+            self._pause.wait(0.0005)  # Other threads need the interpreter too.
 
     def run(self) -> None:
-        deadline = time.monotonic() + SETTLE_S
-        while any(completion.finish_reason is None for completion in self.completions.values()):
-            assert time.monotonic() < deadline, "a request did not end"
-            self.step()
+        """Run until all requests and everything that they started have ended."""
+        run_until(lambda: not self.core.has_requests, self)
 
-    def step(self) -> None:
-        for core in self.cores:
-            if core.has_requests:
-                step = core.step()
-                for output in step.outputs:
-                    self.completions[id(core), output.request_id].take(output)
-                if step.stats is not None:
-                    self.num_preempted[id(core)] += step.stats.num_preempted
-                    self.transfers += (step.stats.kv_connector_stats or {}).get("transfers", ())
-        self._pause.wait(0.0005)  # The control threads need the interpreter too.
+    @property
+    def has_open(self) -> bool:
+        return any(completion.finish_reason is None for completion in self.completions.values())
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(stats.num_preempted for stats in self.stats)
+
+    @property
+    def transfers(self) -> list[dict[str, Any]]:
+        """Records of delivered transfers."""
+        return [one for stats in self.stats for one in (stats.kv_connector_stats or {}).get("transfers", ())]
+
+
+def run_until(is_done: Callable[[], bool], *engines: Stepped) -> None:
+    """Step engines that have requests in turn."""
+    deadline = time.monotonic() + SETTLE_S
+    while not is_done():
+        assert time.monotonic() < deadline, "a request did not end"
+        step_all(*engines)
+
+
+def step_all(*engines: Stepped) -> None:
+    for engine in engines:
+        if engine.core.has_requests:
+            engine.step()
+
+
+def run_all(*engines: Stepped) -> None:
+    """Run until all requests have ended."""
+    run_until(lambda: not any(engine.has_open for engine in engines), *engines)
+
+
+def add_pair(
+    p: Stepped, d: Stepped, name: str, prompt: list[int], on_p: SamplingParams | None = None
+) -> Completion:
+    """Add both legs of a pushed prompt, D's first. `on_p`: otherwise P samples one token."""
+    for_p, for_d = legs_of(p.core, name)
+    decoded = d.add(name, prompt, GREEDY, for_d)
+    p.add(name, prompt, on_p or ONE_TOKEN, for_p)
+    return decoded
 
 
 def legs_of(p: EngineCore, transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -268,37 +298,19 @@ def forget(llm: LLM) -> None:
 
 def run_counting(
     llm: LLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     sampling: SamplingParams,
     params: Sequence[dict[str, Any] | None],
 ) -> tuple[list[list[int]], list[SchedulerStats]]:
     """`generate` that also returns each step's statistics. Raises AssertionError if an answer fails."""
-    answers: dict[str, list[int]] = {}
-    for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
-        request_id = f"counted-{index}"
-        answers[request_id] = []
-        refusal = llm.core.add_request(
-            EngineRequest(
-                request_id=request_id,
-                prompt_token_ids=list(prompt),
-                sampling_params=sampling,
-                arrival_time_s=float(index),
-                kv_transfer_params=of_prompt,
-            )
-        )
-        assert refusal is None
-    stats = []
-    left = set(answers)
-    while left:
-        outputs = llm.core.step()
-        if outputs.stats is not None:
-            stats.append(outputs.stats)
-        for output in outputs.outputs:
-            answers[output.request_id] += output.new_token_ids
-            if output.finish_reason is not None:
-                assert output.error is None, output.error
-                left.discard(output.request_id)
-    return list(answers.values()), stats
+    engine = Stepped(llm.core)
+    answers = [
+        engine.add(f"counted-{index}", prompt, sampling, of_prompt)
+        for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True))
+    ]
+    run_all(engine)
+    assert not any(answer.error for answer in answers), answers
+    return [answer.token_ids for answer in answers], engine.stats
 
 
 def check_findable(llm: LLM, prompt: Sequence[int], half: StoreWorkerHalf) -> int:

@@ -1,7 +1,5 @@
 """Common parts of the tests of offload: engines stepped by hand."""
 
-import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +13,12 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.core.kv_events import KVCacheEvent
-from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.core.engine_core import EngineCore
+from baton.engine.api import SamplingParams
 from baton.engine.llm import Completion
 from tests.connectors import engine_world
-from tests.connectors.engine_world import BLOCK
+from tests.connectors.engine_world import BLOCK, GREEDY, Stepped
 
 PATIENCE_S = 60.0
-GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 def config_of(
@@ -57,60 +53,15 @@ def config_of(
     )
 
 
-class Engine:
-    """One engine, stepped by hand."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.completions: dict[str, Completion] = {}
-        self.counts: Counter[str] = Counter()  # The connector's counts since start.
-        self.failures: Counter[str] = Counter()
-        self.num_preempted = 0
-        self.num_load_failures = 0
-        self._pause = threading.Event()
-
-    def add(
-        self,
-        request_id: str,
-        prompt: list[int],
-        sampling: SamplingParams = GREEDY,
-        params: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> Completion:
-        completion = self.completions[request_id] = Completion(request_id, prompt)
-        refusal = self.core.add_request(
-            EngineRequest(
-                request_id=request_id,
-                prompt_token_ids=prompt,
-                sampling_params=sampling,
-                arrival_time_s=0.0,
-                kv_transfer_params=params,
-                **fields,
-            )
-        )
-        if refusal is not None:
-            completion.take(refusal)
-        return completion
-
-    def step(self) -> None:
-        outputs = self.core.step()
-        for output in outputs.outputs:
-            self.completions[output.request_id].take(output)
-        if outputs.stats is not None:
-            self.num_preempted += outputs.stats.num_preempted
-            self.num_load_failures += outputs.stats.num_kv_load_failures
-            data = outputs.stats.kv_connector_stats or {}
-            self.counts.update({name: data[name] for name in data if isinstance(data[name], int)})
-            self.failures.update(data.get("failures", {}))
-        if not self.core.num_scheduled_tokens:
-            self._pause.wait(0.0005)  # The copy thread needs the interpreter too.
-
-    def run(self) -> None:
-        """Runs until all requests and everything that they started have ended."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.core.has_requests:
-            assert time.monotonic() < deadline, "a request did not end"
-            self.step()
+class Engine(Stepped):
+    @property
+    def counts(self) -> Counter[str]:
+        """The connector's counts since start."""
+        counts = Counter[str]()
+        for stats in self.stats:
+            data = stats.kv_connector_stats or {}
+            counts.update({name: count for name, count in data.items() if isinstance(count, int)})
+        return counts
 
     def ask(self, prompt: list[int], sampling: SamplingParams = GREEDY, **fields: Any) -> Completion:
         completion = self.add(f"r{len(self.completions)}", prompt, sampling, **fields)

@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.config import ModelConfig
 from baton.engine.api import SamplingParams
-from tests.connectors.engine_world import Legs, cores, hands_over, legs_of, prompt_of
+from tests.connectors.engine_world import cores, hands_over, legs_of, prompt_of, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -22,25 +22,24 @@ def test_the_rest_equals_that_of_one_engine(
     prompt = prompt_of(21)
     with cores(model) as start:
         p, d = (start(hands_over(name, kind), num_blocks=96) for name in ("p", "d"))
-        legs = Legs(p, d)
-        whole = legs.add(p, "whole", prompt, SAMPLING)
-        legs.run()
-        p.scheduler.reset_prefix_cache()
+        whole = p.add("whole", prompt, SAMPLING)
+        run_all(p, d)
+        p.core.scheduler.reset_prefix_cache()
         given = whole.token_ids[:num_given]
         if is_cached:
-            legs.add(d, "before", prompt, SAMPLING)
-            legs.run()
+            d.add("before", prompt, SAMPLING)
+            run_all(p, d)
         # P's ticket has a token that is not the client's; the given ones win.
         on_p = SamplingParams(max_tokens=1, seed=4)
         if kind == "Pull":
-            lent = legs.add(p, "lent", prompt, on_p, {"do_remote_decode": True})
-            legs.run()
-            rest = legs.add(d, "rest", prompt, SAMPLING, lent.kv_transfer_params, given)
+            lent = p.add("lent", prompt, on_p, {"do_remote_decode": True})
+            run_all(p, d)
+            rest = d.add("rest", prompt, SAMPLING, lent.kv_transfer_params, output_token_ids=given)
         else:
-            for_p, for_d = legs_of(p, "pushed")
-            rest = legs.add(d, "rest", prompt, SAMPLING, for_d, given)
-            legs.add(p, "lent", prompt, on_p, for_p)
-        legs.run()
+            for_p, for_d = legs_of(p.core, "pushed")
+            rest = d.add("rest", prompt, SAMPLING, for_d, output_token_ids=given)
+            p.add("lent", prompt, on_p, for_p)
+        run_all(p, d)
     assert rest.error is None
     assert [*given, *rest.token_ids] == whole.token_ids
     assert rest.finish_reason == whole.finish_reason == "length"

@@ -28,14 +28,16 @@ from tests.connectors.engine_world import (
     PATIENT,
     SETTLE_S,
     AnswerOf,
-    Legs,
     ModelOf,
+    Stepped,
+    add_pair,
     answering,
     config_of,
     core_in,
     hand_over,
     hands_over,
     prompt_of,
+    run_all,
     start_in,
 )
 from tests.connectors.storage_world import fill, starting, storage
@@ -144,19 +146,14 @@ def check_push(
 ) -> None:
     extra: dict[str, Any] = {"timers": PATIENT, "cross_layer_blocks": cross_layer_blocks}
     sizes: dict[str, Any] = {"num_blocks": 100, "budget": 16}
-    p = core_in(
-        stack, config_of(model, hands_over("p", "Push", stream=stream, **extra), tp_size=tp_of_p, **sizes)
-    )
-    d = core_in(
-        stack,
-        config_of(model, hands_over("d", "Push", **extra), tp_size=tp_of_d, block_size=block_of_d, **sizes),
-    )
-    legs = Legs(p, d)
-    decoded = [legs.add_pair(p, d, f"r{index}", prompt) for index, prompt in enumerate(PROMPTS)]
-    legs.run()
+    for_p, for_d = hands_over("p", "Push", stream=stream, **extra), hands_over("d", "Push", **extra)
+    p = Stepped(core_in(stack, config_of(model, for_p, tp_size=tp_of_p, **sizes)))
+    d = Stepped(core_in(stack, config_of(model, for_d, tp_size=tp_of_d, block_size=block_of_d, **sizes)))
+    decoded = [add_pair(p, d, f"r{index}", prompt) for index, prompt in enumerate(PROMPTS)]
+    run_all(p, d)
     assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
     assert all(one.num_transferred_tokens > 0 for one in decoded)
-    record = max(legs.transfers, key=lambda transfer: transfer["bytes"])
+    record = max(d.transfers, key=lambda transfer: transfer["bytes"])
     num_slots = len(PROMPTS[-1]) * (tp_of_d if model.latent_size else model.num_kv_heads)
     least = num_slots * model.num_hidden_layers * model.token_bytes
     assert least <= record["bytes"] < 1.2 * least, "each of D's ranks reads the latents, or its heads, once"

@@ -12,13 +12,15 @@ from baton.engine.api import SamplingParams
 from tests.connectors.engine_world import (
     GREEDY,
     PATIENT,
-    Legs,
     StartCore,
+    add_pair,
     cores,
     hands_over,
     legs_of,
     one_token,
     prompt_of,
+    run_all,
+    step_all,
 )
 
 pytestmark = pytest.mark.slow
@@ -37,22 +39,21 @@ def start(model: ModelConfig) -> Iterator[StartCore]:
 @pytest.mark.parametrize("comes_first", ["p", "d"])
 def test_the_tokens_are_those_of_a_single_engine(start: StartCore, stream: str, comes_first: str) -> None:
     p, d, alone = start("p", stream, budget=16), start("d"), start()
-    legs = Legs(p, d, alone)
     decoded, expected = [], []
     asked = [(prompt_of(50), SEEDED), (prompt_of(3), SEEDED), (prompt_of(32, step=11), GREEDY)]
     for index, (prompt, sampling) in enumerate(asked):
-        for_p, for_d = legs_of(p, f"t{index}")
+        for_p, for_d = legs_of(p.core, f"t{index}")
         if comes_first == "p":
-            legs.add(p, f"r{index}", prompt, one_token(sampling), for_p)
+            p.add(f"r{index}", prompt, one_token(sampling), for_p)
             for _ in range(3):
-                legs.step()
-        decoded.append(legs.add(d, f"r{index}", prompt, sampling, for_d))
+                step_all(p, d, alone)
+        decoded.append(d.add(f"r{index}", prompt, sampling, for_d))
         if comes_first == "d":
             for _ in range(3):
-                legs.step()
-            legs.add(p, f"r{index}", prompt, one_token(sampling), for_p)
-        expected.append(legs.add(alone, f"r{index}", prompt, sampling))
-    legs.run()
+                step_all(p, d, alone)
+            p.add(f"r{index}", prompt, one_token(sampling), for_p)
+        expected.append(alone.add(f"r{index}", prompt, sampling))
+    run_all(p, d, alone)
     assert [c.token_ids for c in decoded] == [c.token_ids for c in expected]
     assert [c.finish_reason for c in decoded] == [c.finish_reason for c in expected]
     assert all(c.num_transferred_tokens > 0 for c in decoded)
@@ -64,9 +65,8 @@ def test_the_tokens_are_those_of_a_single_engine(start: StartCore, stream: str, 
 def test_blocks_of_another_size_change_nothing(start: StartCore, theirs: int, ours: int) -> None:
     p = start("p", "layer", block_size=theirs, budget=24)
     d, alone = start("d", block_size=ours), start()
-    legs = Legs(p, d, alone)
-    decoded = legs.add_pair(p, d, "r", prompt_of(53))
-    expected = legs.add(alone, "r", prompt_of(53))
-    legs.run()
+    decoded = add_pair(p, d, "r", prompt_of(53))
+    expected = alone.add("r", prompt_of(53))
+    run_all(p, d, alone)
     assert decoded.token_ids == expected.token_ids
     assert decoded.num_transferred_tokens > 0

@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 
 from baton.core.config import DeviceConfig, EngineConfig, ModelConfig, ParallelConfig
-from baton.engine.core.engine_core import EngineCore
 from tests.connectors import offload_world
-from tests.connectors.engine_world import PATIENT, Legs, config_of, core_in, hands_over, prompt_of
+from tests.connectors.engine_world import (
+    PATIENT,
+    Stepped,
+    add_pair,
+    config_of,
+    core_in,
+    hands_over,
+    prompt_of,
+    run_all,
+)
 from tests.connectors.offload_world import Engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("forked_programs")]
@@ -53,20 +61,19 @@ def recorded(mode: str, executor: str) -> dict[str, Any]:
 def test_a_prompt_is_pushed_layer_by_layer(
     stack: ExitStack, model: ModelConfig, mode: str, executor: str
 ) -> None:
-    def start(engine_id: str | None, **fields: Any) -> EngineCore:
+    def start(engine_id: str | None, **fields: Any) -> Stepped:
         transfer = hands_over(engine_id, "Push", stream="layer", timers=PATIENT, cross_layer_blocks=True)
-        return core_in(stack, config_of(model, transfer, num_blocks=96, budget=16, **fields))
+        return Stepped(core_in(stack, config_of(model, transfer, num_blocks=96, budget=16, **fields)))
 
     p, d = start("p", **recorded(mode, executor)), start("d", **recorded(mode, "inprocess"))
     alone = start(None)
-    legs = Legs(p, d, alone)
     decoded, expected = [], []
     for index, prompt in enumerate((prompt_of(50), prompt_of(3), prompt_of(32, step=11))):
-        decoded.append(legs.add_pair(p, d, f"r{index}", prompt))
+        decoded.append(add_pair(p, d, f"r{index}", prompt))
         # P's own request, so that it decodes while it computes what D waits for.
-        decoded.append(legs.add(p, f"own{index}", prompt))
-        expected += [legs.add(alone, f"{whose}{index}", prompt) for whose in ("r", "own")]
-    legs.run()
+        decoded.append(p.add(f"own{index}", prompt))
+        expected += [alone.add(f"{whose}{index}", prompt) for whose in ("r", "own")]
+    run_all(p, d, alone)
     assert [c.token_ids for c in decoded] == [c.token_ids for c in expected]
     assert all(c.num_transferred_tokens > 0 for c in decoded[::2])
 

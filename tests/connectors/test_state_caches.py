@@ -24,8 +24,8 @@ from tests.connectors.engine_world import (
     PATIENT,
     SETTLE_S,
     AnswerOf,
-    Legs,
     ModelOf,
+    Stepped,
     answering,
     config_of,
     core_in,
@@ -33,6 +33,7 @@ from tests.connectors.engine_world import (
     hands_over,
     legs_of,
     prompt_of,
+    run_all,
     start_in,
 )
 from tests.connectors.storage_world import fill, starting, storage
@@ -185,22 +186,22 @@ def check_push(
         hands_over("p", "Push", stream=stream, timers=PATIENT),
         hands_over("d", "Push", timers=PATIENT),
     )
-    p = core_in(stack, config_of(model, of_p, tp_size=tp_of_p, **sizes))
-    d = core_in(stack, config_of(model, of_d, tp_size=tp_of_d, block_size=block_of_d, **sizes))
-    legs, decoded = Legs(p, d), []
+    p = Stepped(core_in(stack, config_of(model, of_p, tp_size=tp_of_p, **sizes)))
+    d = Stepped(core_in(stack, config_of(model, of_d, tp_size=tp_of_d, block_size=block_of_d, **sizes)))
+    decoded = []
     for index, prompt in enumerate(PROMPTS):
-        for_p, for_d = legs_of(p, f"r{index}")
+        for_p, for_d = legs_of(p.core, f"r{index}")
         if continues:
             for_p["baton_continue"] = for_d["baton_continue"] = True
-        decoded.append(legs.add(d, f"r{index}", prompt, GREEDY, for_d))
-        legs.add(p, f"r{index}", prompt, ONE_TOKEN, for_p)
-    legs.run()
+        decoded.append(d.add(f"r{index}", prompt, GREEDY, for_d))
+        p.add(f"r{index}", prompt, ONE_TOKEN, for_p)
+    run_all(p, d)
     assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
     assert all(one.num_transferred_tokens > 0 for one in decoded)
     of_states = len(model.state_layers) * sum(
         state_bytes(model.state_parts, tp_rank=rank, tp_size=tp_of_d) for rank in range(tp_of_d)
     )
-    least = min(transfer["bytes"] for transfer in legs.transfers)
+    least = min(transfer["bytes"] for transfer in d.transfers)
     assert least > 0.9 * of_states, "every layer's state is read"
 
 

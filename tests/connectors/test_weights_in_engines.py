@@ -17,13 +17,16 @@ from tests.connectors.engine_world import (
     ONE_TOKEN,
     PATIENT,
     SETTLE_S,
-    Legs,
+    Stepped,
+    add_pair,
     config_of,
     hand_over,
     hands_over,
     multi,
     prompt_of,
+    run_all,
     start_in,
+    step_all,
 )
 
 pytestmark = pytest.mark.slow
@@ -115,26 +118,26 @@ def test_an_update_during_handoffs(
 ) -> None:
     p = start(hands_over("p", kind, timers=PATIENT), budget=8)
     d = start(hands_over("d", kind, timers=PATIENT), budget=8)
-    legs = Legs(p.core, d.core)
+    on_p, on_d = Stepped(p.core), Stepped(d.core)
     prompts = [prompt_of(40 + i, step=7 + 2 * i) for i in range(3)]
     if kind == "Push":
-        decoded = [legs.add_pair(p.core, d.core, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+        decoded = [add_pair(on_p, on_d, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
     else:
         params = [
             p.generate([prompt], ONE_TOKEN, kv_transfer_params=PREFILL)[0].kv_transfer_params
             for prompt in prompts
         ]
         decoded = [
-            legs.add(d.core, f"r{i}", prompt, params=of)
+            on_d.add(f"r{i}", prompt, params=of)
             for i, (prompt, of) in enumerate(zip(prompts, params, strict=True))
         ]
     for _ in range(num_steps):
-        legs.step()
+        step_all(on_p, on_d)
     for llm in (d, p):
         llm.core.begin_update(
             prepare_update(llm.core.config.model_config, models["two"].model, None, mode, 600.0)
         )
-    legs.run()
+    run_all(on_p, on_d)
     for completion, prompt in zip(decoded, prompts, strict=True):
         got = completion.token_ids
         assert len(got) == GREEDY.max_tokens

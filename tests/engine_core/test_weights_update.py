@@ -27,12 +27,13 @@ from baton.core.config import (
 )
 from baton.core.errors import UserError
 from baton.core.kv_events import AllBlocksCleared, BlockStored
-from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
+from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.client import EngineClient
 from baton.engine.core.weights_update import UpdateFailed, UpdateUnderWay, prepare_update
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.multiprocess import MultiprocessExecutor
 from baton.engine.llm import LLM, Completion
+from tests.connectors.engine_world import Stepped
 
 PROMPTS = [list(range(20, 47)), [3, 4, 5], list(range(100, 131)), [7] * 9]
 NUM_TOKENS = 12
@@ -100,27 +101,14 @@ def request_of(request_id: str, prompt: list[int]) -> EngineRequest:
     )
 
 
-class Run:
+class Run(Stepped):
     """Requests of one engine, stepped by hand."""
 
     def __init__(self, llm: LLM) -> None:
-        self.core = llm.core
-        self.completions: dict[str, Completion] = {}
+        super().__init__(llm.core)
 
     def ask(self, *prompts: list[int]) -> list[Completion]:
-        asked = [Completion(f"run-{len(self.completions) + n}", prompt) for n, prompt in enumerate(prompts)]
-        for completion in asked:
-            self.completions[completion.request_id] = completion
-            self.take(self.core.add_request(request_of(completion.request_id, completion.prompt_token_ids)))
-        return asked
-
-    def take(self, *outputs: EngineOutput | None) -> None:
-        for output in outputs:
-            if output is not None:
-                self.completions[output.request_id].take(output)
-
-    def step(self) -> None:
-        self.take(*self.core.step().outputs)
+        return [self.add(f"run-{len(self.completions)}", prompt, GREEDY) for prompt in prompts]
 
     def step_until(self, is_done: Callable[[], bool]) -> None:
         for _ in range(1000):
