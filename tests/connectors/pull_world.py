@@ -28,6 +28,7 @@ from baton.core.config import (
     ParallelConfig,
 )
 from baton.core.ids import Address, Epoch
+from baton.engine.cache.block_pool import BlockPool
 from baton.engine.step import SchedulerOutput
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
 from baton.testing.host.config import model_config
@@ -257,8 +258,11 @@ class Engine:
             KVOutputAggregator.from_connector(self.half, self.tp),
             caches=[memory.kv_caches for memory in self.ranks.memories],
         )
-        self.free_blocks = list(range(config.cache_config.num_gpu_blocks))
-        random.Random(epoch).shuffle(self.free_blocks)
+        num_blocks = config.cache_config.num_gpu_blocks
+        self.pool = BlockPool(num_blocks, BLOCK, enable_caching=False)
+        blocks = self.pool.get_new_blocks(num_blocks)
+        random.Random(epoch).shuffle(blocks)  # Two engines give a prompt different blocks.
+        self.pool.free_blocks(blocks)
         self.lent: dict[str, list[int]] = {}
         self.parked: dict[str, Parked] = {}
         self.outcomes: dict[str, Outcome] = {}
@@ -297,13 +301,10 @@ class Engine:
     # --- Blocks --------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int) -> list[int]:
-        count = -(-num_tokens // BLOCK)
-        assert count <= len(self.free_blocks), "the test's pool is too small"
-        taken, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
-        return taken
+        return [block.block_id for block in self.pool.get_new_blocks(-(-num_tokens // BLOCK))]
 
     def give_back(self, block_ids: Sequence[int]) -> None:
-        self.free_blocks += block_ids
+        self.pool.free_blocks(self.pool.blocks[block_id] for block_id in block_ids)
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write the KV of these tokens, the same on whatever engine with the same weights."""
@@ -493,7 +494,7 @@ class Engine:
         assert not self.parked
         assert not self.held
         assert not self.lent
-        assert sorted(self.free_blocks) == list(range(self.config.cache_config.num_gpu_blocks))
+        self.pool.assert_empty()
         assert self.half.num_open_loans == 0
         assert self.half.num_open_fetches == 0
         for worker in self.workers:

@@ -92,7 +92,7 @@ class PushEngine(Engine):
         prefill = self.prefills[request_id]
         for memory in self.ranks.memories:
             memory.words[prefill.block_ids] = JUNK
-        self.free_blocks = prefill.block_ids + self.free_blocks  # Adversarial: the next request gets them.
+        self.give_back(prefill.block_ids)  # The next request gets them.
         prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
         self.preempted.add(request_id)
 
@@ -104,7 +104,7 @@ class PushEngine(Engine):
         if is_lent:
             self.lent[request_id] = prefill.block_ids
         else:
-            self.free_blocks += prefill.block_ids
+            self.give_back(prefill.block_ids)
 
     def prefill_in_chunks(self, request_id: str, *chunks: int, num_cached: int = 0) -> None:
         """A step for each; whatever can move in between moves."""

@@ -61,7 +61,7 @@ def end_turn(d: Engine, request: Request, block_ids: list[int]) -> dict[str, Any
     if is_lent:
         d.lent[request.request_id] = block_ids
     else:
-        d.free_blocks += block_ids
+        d.give_back(block_ids)
     return params
 
 

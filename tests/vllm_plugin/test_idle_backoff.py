@@ -16,7 +16,6 @@ from baton.hosts.vllm.host_policy import vllm_policy
 from baton.hosts.vllm.idle_backoff import IdleBackoff
 from tests.connectors.pull_world import Station, World
 from tests.connectors.push_world import PushEngine, PushWorld
-from tests.vllm_plugin.world import Block, Pool
 
 TOKENS = list(range(10, 21))
 
@@ -34,7 +33,6 @@ class VllmPushEngine(PushEngine):
     def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
         self.rest = Rested()
         super().__init__(world, config, url, epoch)
-        self.pool = Pool(self, config.cache_config.num_gpu_blocks)  # type: ignore[arg-type]
         self.half.bind_gpu_block_pool(self.pool)
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
@@ -46,17 +44,6 @@ class VllmPushEngine(PushEngine):
             control=lambda agent, lock: Station(self.world, url, agent),
             announcer=PrefillAnnouncer,
         )
-
-    def allocate(self, num_tokens: int) -> list[int]:
-        block_ids = super().allocate(num_tokens)
-        self.pool.blocks = [
-            Block(block.block_id, 1 if block.block_id in block_ids else block.ref_cnt)
-            for block in self.pool.blocks
-        ]
-        return block_ids
-
-    def give_back(self, block_ids: list[int]) -> None:  # type: ignore[override]
-        self.pool.free_blocks(self.pool.blocks[block_id] for block_id in block_ids)
 
 
 class VllmPushWorld(PushWorld):
