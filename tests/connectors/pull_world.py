@@ -6,7 +6,6 @@ the scheduler half in order, and frees what is reported. Like vLLM it drops an o
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from baton.core.config import (
 )
 from baton.core.ids import Address, Epoch
 from baton.engine.cache.block_pool import BlockPool
+from baton.engine.request import RequestStatus
 from baton.engine.step import SchedulerOutput
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
 from baton.testing.host.config import model_config
@@ -73,14 +73,6 @@ def engine_config(
     )
 
 
-class Status(enum.Enum):
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    FINISHED_STOPPED = enum.auto()
-    FINISHED_LENGTH_CAPPED = enum.auto()
-    FINISHED_ABORTED = enum.auto()
-
-
 @dataclass(eq=False)
 class FakeRequest:
     request_id: str
@@ -93,7 +85,7 @@ class FakeRequest:
     lora_request: Any = None
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -332,7 +324,7 @@ class Engine:
         request_id: str,
         tokens: list[int],
         *,
-        status: Status = Status.FINISHED_LENGTH_CAPPED,
+        status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
         params: dict[str, Any] | None = None,
         **request: Any,
     ) -> dict[str, Any] | None:
@@ -351,7 +343,10 @@ class Engine:
         return block_ids
 
     def end_prompt(
-        self, asked: FakeRequest, block_ids: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED
+        self,
+        asked: FakeRequest,
+        block_ids: list[int],
+        status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
     ) -> dict[str, Any] | None:
         """Ends the request. Returns the kv_transfer_params of its answer."""
         asked.status = status
@@ -407,14 +402,14 @@ class Engine:
 
     def abort(self, request: FakeRequest) -> None:
         parked = self.parked.pop(request.request_id)
-        request.status = Status.FINISHED_ABORTED
+        request.status = RequestStatus.FINISHED_ABORTED
         assert self.half.request_finished(request, parked.block_ids) == (False, None)
         self.held[request.request_id] = parked.block_ids
 
     def finish(self, request: FakeRequest, block_ids: list[int]) -> None:
         """Ends a request that ran here, and frees its blocks."""
         self.half.update_state_after_alloc(request, FakeBlocks(block_ids), 0)  # The host schedules it.
-        request.status = Status.FINISHED_STOPPED
+        request.status = RequestStatus.FINISHED_STOPPED
         assert self.half.request_finished(request, block_ids) == (False, None)
         self.give_back(block_ids)
 
@@ -510,4 +505,4 @@ class Engine:
 World.engine_kind = Engine
 
 
-__all__ = ["BLOCK", "Engine", "FakeRequest", "Status", "World", "engine_config"]
+__all__ = ["BLOCK", "Engine", "FakeRequest", "World", "engine_config"]

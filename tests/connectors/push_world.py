@@ -17,6 +17,7 @@ from baton.connectors.pull import PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
+from baton.engine.request import RequestStatus
 from baton.engine.step import NewRequestData, SchedulerOutput
 from baton.testing.host.memory import JUNK
 from tests.connectors.pull_world import (
@@ -26,7 +27,6 @@ from tests.connectors.pull_world import (
     FakeBlocks,
     FakeRequest,
     Station,
-    Status,
     World,
 )
 
@@ -96,7 +96,9 @@ class PushEngine(Engine):
         prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
         self.preempted.add(request_id)
 
-    def end_prefill(self, request_id: str, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:
+    def end_prefill(
+        self, request_id: str, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
+    ) -> None:
         prefill = self.prefills.pop(request_id)
         prefill.request.num_computed_tokens, prefill.request.status = prefill.num_computed, status
         is_lent, answer = self.half.request_finished(prefill.request, prefill.block_ids)

@@ -11,7 +11,8 @@ from baton.connectors.pull.metadata import EndReads, ReadBlocks
 from baton.connectors.pull.scheduler import boot_clock
 from baton.contract import KVConnectorMetadata
 from baton.core.config import EngineConfig
-from tests.connectors.pull_world import FakeRequest, Status, engine_config
+from baton.engine.request import RequestStatus
+from tests.connectors.pull_world import FakeRequest, engine_config
 from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend, two
 
 
@@ -70,7 +71,7 @@ def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineCon
     p.scheduler.on_new_request(prefill)
     ask(d, params)
     d.begin()
-    prefill.num_computed_tokens, prefill.status = 30, Status.FINISHED_LENGTH_CAPPED
+    prefill.num_computed_tokens, prefill.status = 30, RequestStatus.FINISHED_LENGTH_CAPPED
     p.scheduler.request_finished(prefill, [9, 3, 4, 5, 0, 11, 12, 7])
     consumer = d.scheduler.scheduler_half._agent.consumer  # type: ignore[attr-defined]
     pause, patience = threading.Event(), time.monotonic() + PATIENCE_S

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import BadTransferParams
-from tests.connectors.pull_world import BLOCK, Status, World
+from baton.engine.request import RequestStatus
+from tests.connectors.pull_world import BLOCK, World
 
 
 def tokens_of(num_tokens: int, first: int = 0) -> list[int]:
@@ -141,12 +142,12 @@ def test_a_lease_is_renewed_as_long_as_a_request_waits(world: World, waits_for: 
 @pytest.mark.parametrize(
     ("status", "is_lent"),
     [
-        (Status.FINISHED_LENGTH_CAPPED, True),
-        (Status.FINISHED_STOPPED, True),
-        (Status.FINISHED_ABORTED, False),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, True),
+        (RequestStatus.FINISHED_STOPPED, True),
+        (RequestStatus.FINISHED_ABORTED, False),
     ],
 )
-def test_only_a_finished_prefill_is_lent(world: World, status: Status, is_lent: bool) -> None:
+def test_only_a_finished_prefill_is_lent(world: World, status: RequestStatus, is_lent: bool) -> None:
     p = world.engine("p")
     assert (p.finish_prefill("r", tokens_of(5), status=status) is not None) == is_lent
     assert bool(p.lent) == is_lent

@@ -11,8 +11,9 @@ import pytest
 from baton.core.errors import BadTransferParams
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import FailureCode
+from baton.engine.request import RequestStatus
 from baton.protocol.messages import Announced
-from tests.connectors.pull_world import BLOCK, Status, World
+from tests.connectors.pull_world import BLOCK, World
 from tests.connectors.push_world import PushEngine, PushWorld, stream_params
 
 
@@ -163,7 +164,7 @@ def test_an_aborted_prefill_is_computed_by_d(world: PushWorld) -> None:
     p, d = pair(world)
     request = world.stream(p, d, tokens_of(3 * BLOCK))
     p.prefill_in_chunks("r", BLOCK)
-    p.end_prefill("r", Status.FINISHED_ABORTED)
+    p.end_prefill("r", RequestStatus.FINISHED_ABORTED)
     world.settle()
     assert d.read_out(request).valid_tokens == 0
     assert d.counted("failures") == {FailureCode.PREFILL_FAILED: 1}

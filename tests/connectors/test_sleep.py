@@ -15,10 +15,11 @@ from baton.connectors.pull.worker import PullWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.config import EngineConfig
 from baton.core.errors import TransferError
+from baton.engine.request import RequestStatus
 from baton.testing.host.model import HEAD_DIM
 from baton.transport.base.interface import Completion
 from baton.transport.local.transport import LocalTransport
-from tests.connectors.pull_world import BLOCK, HEADS, LAYERS, FakeRequest, Status, engine_config
+from tests.connectors.pull_world import BLOCK, HEADS, LAYERS, FakeRequest, engine_config
 from tests.connectors.wired_world import OURS, TOKENS, Engine, ask, engines_of, lend
 
 QUICK = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 5.0, "loan_max_s": 10.0}
@@ -142,7 +143,7 @@ def test_nothing_is_lent_between_the_report_of_the_new_memory_and_its_announceme
     p.scheduler.on_new_request(waiting)  # The host has not scheduled it.
     p.step()
     finished = FakeRequest("r", TOKENS, {"do_remote_decode": True})
-    finished.num_computed_tokens, finished.status = len(TOKENS), Status.FINISHED_LENGTH_CAPPED
+    finished.num_computed_tokens, finished.status = len(TOKENS), RequestStatus.FINISHED_LENGTH_CAPPED
     assert p.scheduler.request_finished(finished, [9, 3, 4, 5, 0, 11, 12, 7]) == (False, None)
     ask(p, params, "theirs")
     assert p.handed_over("theirs") == set()

@@ -7,12 +7,12 @@ import pytest
 
 from baton.core.errors import BadTransferParams
 from baton.core.timers import Timers
+from baton.engine.request import RequestStatus
 from tests.connectors.pull_world import (
     BLOCK,
     Engine,
     FakeBlocks,
     FakeRequest,
-    Status,
     World,
 )
 
@@ -56,7 +56,10 @@ def end_turn(d: Engine, request: Request, block_ids: list[int]) -> dict[str, Any
     request.output = list(ANSWER)
     block_ids = block_ids + d.allocate(len(request.all_token_ids) - len(block_ids) * BLOCK)
     d.compute(request.all_token_ids, block_ids)
-    request.num_computed_tokens, request.status = len(request.all_token_ids) - 1, Status.FINISHED_STOPPED
+    request.num_computed_tokens, request.status = (
+        len(request.all_token_ids) - 1,
+        RequestStatus.FINISHED_STOPPED,
+    )
     is_lent, params = d.half.request_finished(request, block_ids[: NUM_KEPT // BLOCK])
     if is_lent:
         d.lent[request.request_id] = block_ids
@@ -81,7 +84,7 @@ def finish_prefill(p: Engine, request: Request, block_ids: list[int]) -> dict[st
     p.half.update_state_after_alloc(request, FakeBlocks(block_ids), 0)
     p.compute(request.prompt_token_ids, block_ids)
     request.num_computed_tokens = len(request.prompt_token_ids)
-    request.status = Status.FINISHED_LENGTH_CAPPED
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     is_lent, params = p.half.request_finished(request, block_ids)
     assert is_lent
     assert params is not None

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from baton.core.errors import BadTransferParams
 from baton.core.prefilled import PrefilledTokens
+from baton.engine.request import RequestStatus
 from baton.protocol.messages import Announced, Failed, Hello, Renewed
-from tests.connectors.pull_world import BLOCK, Engine, FakeRequest, Status, World
+from tests.connectors.pull_world import BLOCK, Engine, FakeRequest, World
 from tests.connectors.push_world import PushWorld, stream_params
 
 TOKENS = list(range(1, 11))
@@ -281,7 +282,7 @@ def test_a_want_that_comes_late_hears_of_the_update_too(push_world: PushWorld) -
     push_world.settle()
     assert d.read_out(request).valid_tokens == 0
     assert d.counted("failures") == {"other weights": 1}
-    p.end_prefill("r", Status.FINISHED_ABORTED)
+    p.end_prefill("r", RequestStatus.FINISHED_ABORTED)
     push_world.assert_settles_whole()
 
 

@@ -16,6 +16,7 @@ from baton.contract import (
     KVOutputAggregator,
 )
 from baton.core.config import EngineConfig
+from baton.engine.request import RequestStatus
 from baton.engine.step import SchedulerOutput
 from baton.testing.host.model import HEAD_DIM
 from baton.testing.host.workers import WorkerSteps
@@ -25,7 +26,6 @@ from tests.connectors.pull_world import (
     LAYERS,
     FakeBlocks,
     FakeRequest,
-    Status,
     engine_config,
 )
 
@@ -98,7 +98,7 @@ def engines_of(kind: Callable[[EngineConfig], E]) -> Iterator[Callable[[EngineCo
 
 def lend(p: Engine, request_id: str) -> tuple[dict[str, object], list[int]]:
     request = FakeRequest(request_id, TOKENS, {"do_remote_decode": True})
-    request.num_computed_tokens, request.status = len(TOKENS), Status.FINISHED_LENGTH_CAPPED
+    request.num_computed_tokens, request.status = len(TOKENS), RequestStatus.FINISHED_LENGTH_CAPPED
     blocks = [9, 3, 4, 5, 0, 11, 12, 7]
     p.cache.copy_(torch.rand_like(p.cache))
     lent, params = p.scheduler.request_finished(request, blocks)

@@ -10,8 +10,9 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
+from baton.engine.request import RequestStatus
 from baton.hosts.vllm.groups import cache_specs_of, groups_of, in_order, keep_one_token_more
-from tests.connectors.pull_world import FakeRequest, Status
+from tests.connectors.pull_world import FakeRequest
 from tests.vllm_plugin.test_connector import PARALLEL, roles
 from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config
 
@@ -202,7 +203,7 @@ def test_layers_are_grouped_and_no_null_block_is_lent(
     assert scheduler.get_loaded_kv_cache_group_ids(None) == (0, 1, 2)
     request = FakeRequest("r", list(range(700)), {"do_remote_decode": True}, num_computed_tokens=700)
     scheduler.on_new_request(request)
-    request.status = Status.FINISHED_LENGTH_CAPPED
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     # 700 tokens are six blocks; a window of 300 needs the blocks from token 400 on, in the fourth.
     tables = ([0, 0, 0, 4, 5, 6], [0, 0, 0, 7, 8, 9], [10, 11, 12, 13, 14, 15])
     delay_free, params = scheduler.request_finished_all_groups(request, tables)

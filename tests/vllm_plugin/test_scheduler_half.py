@@ -13,8 +13,9 @@ from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
 from baton.core.ids import Epoch, LoanId
+from baton.engine.request import RequestStatus
 from baton.hosts.vllm.lent_blocks import LentBlocks
-from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
+from tests.connectors.pull_world import FakeBlocks, FakeRequest
 from tests.vllm_plugin.world import VllmEngine, VllmWorld
 
 TOKENS = list(range(10, 21))
@@ -152,7 +153,7 @@ def finish(half: Any, params: dict[str, Any]) -> dict[str, Any] | None:
     request = FakeRequest("r", TOKENS, params)
     half.on_new_request(request)
     half.update_state_after_alloc(request, FakeBlocks([1, 2, 3]), 0)
-    request.status = Status.FINISHED_LENGTH_CAPPED
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     keeps, answer = half.request_finished(request, [1, 2, 3])
     assert not keeps
     return answer  # type: ignore[no-any-return]
