@@ -32,14 +32,6 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class Blocks:
-    def __init__(self, *groups: list[int]) -> None:
-        self.groups = groups
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return self.groups
-
-
 @dataclass
 class OwnMetadata(KVConnectorMetadata):
     child: str

@@ -98,12 +98,13 @@ class FakeRequest:
     num_tokens = num_prompt_tokens
 
 
-@dataclass
 class FakeBlocks:
-    block_ids: list[int]
+    def __init__(self, *tables: list[int]) -> None:
+        """`tables`: block ids of each KV-cache group."""
+        self._tables = tables
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.block_ids,)
+        return self._tables
 
 
 class Wire:

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.contract import KVConnectorTransferResults
-from tests.connectors.multi_world import BLOCK, Blocks, MultiWorld, Request, Step
+from tests.connectors.multi_world import BLOCK, MultiWorld, Request, Step
+from tests.connectors.pull_world import FakeBlocks
 
 CHILDREN = ("a", "b")
 NUM_RANKS = 2
@@ -88,7 +89,7 @@ class Game:
             self.world.half.request_finished(request, [])
             return
         first = 100 * self.count
-        self.world.half.update_state_after_alloc(request, Blocks([first + i for i in range(5)]), count)
+        self.world.half.update_state_after_alloc(request, FakeBlocks([first + i for i in range(5)]), count)
         self.live.append(request_id)
         if child is not None and is_async:
             self.twin.loader[request_id] = child

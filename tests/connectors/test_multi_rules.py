@@ -23,9 +23,10 @@ from baton.contract.guard import STEP_ERRORS_MAX
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.step import SchedulerOutput
-from tests.connectors.multi_world import Blocks, MultiWorld, Request, ScriptedScheduler, Step
+from tests.connectors.multi_world import MultiWorld, Request, ScriptedScheduler, Step
+from tests.connectors.pull_world import FakeBlocks
 
-TABLE = Blocks([10, 11, 12, 13, 14])
+TABLE = FakeBlocks([10, 11, 12, 13, 14])
 HEARD = [
     "handle_preemptions",
     "bind_connector_metadata",
@@ -114,7 +115,7 @@ def test_the_null_block_is_never_reported_as_bad() -> None:
         world = MultiWorld()
         world.schedulers["a"].answers["r"] = (12, False)
         world.half.get_num_new_matched_tokens(Request("r"), 0)
-        world.half.update_state_after_alloc(Request("r"), Blocks(*tables), 12)
+        world.half.update_state_after_alloc(Request("r"), FakeBlocks(*tables), 12)
         world.workers[0]["a"].raises = {"start_load_kv"}
         assert world.step().invalid == invalid
 

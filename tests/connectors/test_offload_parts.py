@@ -21,7 +21,7 @@ from baton.core.errors import BadTransferParams, ConfigError, TransferError
 from baton.core.kv_groups import KVCacheGroup
 from baton.stores.host.rows import HostRows
 from tests.connectors.host_views import view_fields
-from tests.connectors.pull_world import FakeRequest
+from tests.connectors.pull_world import FakeBlocks, FakeRequest
 
 PATIENCE_S = 30.0
 
@@ -241,11 +241,6 @@ ATTENTION, STATES, OTHER_STATES = (
 )
 
 
-class TwoTables:
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return [1, 2, 3, 8], [0, 0, 0, 9]
-
-
 def test_a_state_is_stored_from_the_block_that_the_host_offers() -> None:
     """A host moves states, so the block at its place in the table may be another one. Loads end there."""
     half = half_of(ATTENTION, STATES, OTHER_STATES)
@@ -281,7 +276,7 @@ def test_a_local_hit_of_attention_alone_is_completed_by_a_load_with_the_state() 
     half.on_new_request(again)
     assert half.get_num_new_matched_tokens(again, 16) == (0, False)
     assert half.get_num_new_matched_tokens(again, 12) == (4, True)
-    half.update_state_after_alloc(again, TwoTables(), 4)
+    half.update_state_after_alloc(again, FakeBlocks([1, 2, 3, 8], [0, 0, 0, 9]), 4)
     metadata = half.build_connector_meta(scheduled(FakeRequest("other", [1]), 0, 1, [], []))
     assert isinstance(metadata, OffloadMetadata)
     [load] = metadata.loads
