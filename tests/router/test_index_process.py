@@ -78,13 +78,18 @@ class Fleet:
     def __init__(self, system: System, p: list[FakeEngine], publishers: list[KVEventPublisher]) -> None:
         self.system, self.p, self.publishers = system, p, publishers
 
+    @property
+    def index(self) -> index_client.IndexClient:
+        assert self.system.router.control is not None
+        assert self.system.router.control.index is not None
+        return self.system.router.control.index
+
     async def indexed(self) -> list[int | None]:
         status = (await self.system.client.get("/status")).json()
         return [one["indexed_blocks"] for one in status["engines"] if one["type"] == "prefill"]
 
     async def until_indexed(self, *wanted: int) -> None:
-        client = self.system.router._index
-        assert client is not None
+        client = self.index
         async with asyncio.timeout(WAIT_S):
             while await self.indexed() != list(wanted) or not client.is_connected:
                 pass
@@ -184,8 +189,7 @@ async def test_a_prompt_goes_to_the_engine_that_has_it(publishers: Publishers) -
         assert explained["cached_tokens"] == {f.p[1].url: len(PROMPT)}
         assert [one["prefill"] for one in explained["candidates"]] == [f.p[1].url, None]
         assert all(one["is_below_caps"] for one in explained["candidates"])
-        client = f.system.router._index
-        assert client is not None
+        client = f.index
         assert (await client.find(Look(PROMPT, None, None))).home == home_key(KEYS, BLOCK)
         f.publishers[0].publish([stored(PROMPT)])
         f.publishers[1].publish([AllBlocksCleared()])
@@ -348,12 +352,12 @@ async def test_a_stopped_index_process_is_waited_for_once(
         await f.until_indexed(0, 64)
         monkeypatch.setattr(index_client, "LOOK_S", 0.01)
         monkeypatch.setattr(index_client, "RETRY_S", WAIT_S)
-        process, client = index_process(), f.system.router._index
-        assert client is not None
+        process, client = index_process(), f.index
         process.suspend()
         try:
             assert [sum(await f.asks(PROMPT)) for _ in range(3)] == [1, 1, 1]
-            assert client._num_asked == 1
+            assert client._stream is not None
+            assert client._stream._num_asked == 1
         finally:
             process.resume()
 

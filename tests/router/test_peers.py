@@ -19,6 +19,7 @@ from baton.cli.processes import free_ports
 from baton.core.errors import ConfigError, PeerError
 from baton.router.fleet.notes import EngineLoad, Load, TurnKept, TurnTaken
 from baton.router.fleet.peers import LATE_MAX_S, PEERS_MAX, SILENT_S, Message, News, Peers, seal, unseal
+from baton.router.members.peers import PeerLink
 from baton.router.processes.app import Router
 from baton.router.values.settings import PeerSettings, RouterSettings
 from tests.event_loop import pass_time
@@ -204,20 +205,24 @@ async def pair(
 ) -> AsyncIterator[tuple[System, System]]:
     anywhere = "tcp://127.0.0.1:*"
     async with system([*prefill], [*decode], peers=PeerSettings(anywhere, (), SECRET), **settings) as a:
-        assert a.router.peers is not None
         other = msgspec.structs.replace(
-            a.router._parts.settings, peers=PeerSettings(anywhere, (a.router.peers.endpoint,), secret)
+            a.router._parts.settings, peers=PeerSettings(anywhere, (link_of(a.router).endpoint,), secret)
         )
         b = Router(other)
         try:
             b.start()
             url = f"http://127.0.0.1:{await b.listen('127.0.0.1', 0)}"
-            assert b.peers is not None
-            a.router.peers.connect(b.peers.endpoint)
+            link_of(a.router).connect(link_of(b).endpoint)
             async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
                 yield a, System(client, b)
         finally:
             await b.close()
+
+
+def link_of(router: Router) -> PeerLink:
+    assert router.control is not None
+    assert router.control.peers is not None
+    return router.control.peers
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -247,7 +252,7 @@ async def test_each_router_sees_what_the_other_asks_of_the_engines() -> None:
 async def test_a_session_finds_its_turn_at_the_other_router_once() -> None:
     p, d = FakeEngine(lends), FakeEngine(keeps)
     async with pair([p], [d], first_token=False) as (a, b):
-        await until(lambda: a.router.peers.snapshot() != [] != b.router.peers.snapshot())
+        await until(lambda: link_of(a.router).snapshot() != [] != link_of(b.router).snapshot())
         body = {"prompt": [1, 2, 3]}
         await a.client.post("/v1/completions", json=body, headers=SESSION)
         await until(lambda: bool(b.router._parts.view.turns.kept()))
@@ -267,13 +272,11 @@ async def test_a_router_that_joins_learns_the_turns_that_are_kept() -> None:
         first_token=False,
     ) as a:
         await a.client.post("/v1/completions", json={"prompt": [1]}, headers=SESSION)
-        assert a.router.peers is not None
-        settings = PeerSettings("tcp://127.0.0.1:*", (a.router.peers.endpoint,), SECRET)
+        settings = PeerSettings("tcp://127.0.0.1:*", (link_of(a.router).endpoint,), SECRET)
         late = Router(msgspec.structs.replace(a.router._parts.settings, peers=settings))
         try:
             late.start()
-            assert late.peers is not None
-            a.router.peers.connect(late.peers.endpoint)
+            link_of(a.router).connect(link_of(late).endpoint)
             await until(lambda: bool(late._parts.view.turns.kept()))
         finally:
             await late.close()
@@ -283,11 +286,7 @@ async def test_a_router_that_dies_is_no_load_any_more() -> None:
     async with pair([FakeEngine(lends)], [FakeEngine(hangs)], first_token=False) as (a, b):
         asking = asyncio.create_task(a.complete())
         await until(lambda: loads(b) == [1])
-        link = a.router.peers
-        assert link is not None
-        for task in link._tasks:
-            task.cancel()  # A router that is killed sends no last message.
-        await until(lambda: all(task.done() for task in link._tasks))
+        a.router.links.leave(link_of(a.router))  # A router that is killed sends no last message.
         pass_time(2 * SILENT_S)
         await until(lambda: loads(b) == [0])
         asking.cancel()
@@ -296,8 +295,7 @@ async def test_a_router_that_dies_is_no_load_any_more() -> None:
 async def test_a_router_with_another_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
     async with pair([FakeEngine(lends)], [FakeEngine(answers)], secret="another secret of others") as (a, b):
         await until(lambda: caplog.text.count("not signed with this router's peer secret") >= 2)
-        assert a.router.peers is not None
-        assert a.router.peers.snapshot() == []
+        assert link_of(a.router).snapshot() == []
         assert (await a.complete()).status_code == (await b.complete()).status_code == 200
 
 
@@ -361,7 +359,6 @@ async def test_a_note_before_the_link_is_open_is_not_sent() -> None:
     """A client's request may come between the opening of the port and that of the link."""
     settings = PeerSettings("tcp://127.0.0.1:*", (), SECRET)
     router = Router(RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",), peers=settings))
-    assert router.peers is not None
     router.fleet.tell(TurnTaken("s"))
     router.fleet.on_load()
     await router.close()

@@ -1,6 +1,7 @@
 """The processes of one router: whatever crosses on the way between them, they end up with the same fleet."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.links import HEARTBEAT_S, LOAD_EVERY_S, NOTHING, Links
 from baton.router.fleet.notes import Drains, EngineLoad, Joined, Load, Note, Probed
 from baton.router.fleet.pairs import FAILURES_TO_STOP, Pairs
-from baton.router.fleet.replica import Loads, Replica
+from baton.router.fleet.replica import Replica
 from baton.router.fleet.turns import Turn, TurnTable
 from baton.router.fleet.view import FleetView
 from baton.router.values.errors import LegFailure
@@ -24,22 +26,51 @@ NEW = "http://d:3"
 NUM_WORKERS = 3
 
 
+class Way:
+    """Notes from one process to another, in their order. Implements `Link`."""
+
+    load_every_s = LOAD_EVERY_S
+
+    def __init__(self) -> None:
+        self.notes: deque[Note] = deque()
+
+    def send(self, note: Note) -> None:
+        self.notes.append(note)
+
+
 class Process:
     """A worker, or the coordinator."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: "Router") -> None:
         self.taken_back: list[Any] = []
-        self.told: list[Note] = []
         self.fleet = Fleet(SETTINGS)
-        turns = TurnTable(lambda engine, params: self.taken_back.append(params), self.told.append)
+        turns = TurnTable(
+            lambda engine, params: self.taken_back.append(params), lambda note: self.links.tell(note)
+        )
         self.view = FleetView(SETTINGS, self.fleet, Pairs(), turns)
-        self.fleet.tell = self.told.append
-        self.replica = Replica(self.view)
+        self.links = Links(Replica(self.view), self)
+        self.fleet.tell, self.fleet.on_load = self.links.tell, self.links.load_has_changed
         self.running: list[Engine] = []
+        self.links.num_own = lambda: len(self.running)
+        self._world, self.due = world, deque[Callable[[], None]]()
 
-    def apply(self, note: Note, now_s: float) -> None:
-        """Apply the note in the form in which it comes from the wire."""
-        self.replica.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(note), type=Note), now_s)
+    # --- Clock
+
+    def time(self) -> float:
+        return self._world.now_s
+
+    def call_later(self, delay: float, callback: Callable[[], None], /) -> None:
+        if delay < HEARTBEAT_S:
+            self.due.append(callback)
+
+    def report(self) -> None:
+        """Send the loads that are due."""
+        while self.due:
+            self.due.popleft()()
+
+    def hear(self, note: Note, link: Way) -> None:
+        """Hear the note in the form in which it comes from the wire."""
+        self.links.hear(msgspec.msgpack.decode(msgspec.msgpack.encode(note), type=Note), link)
 
 
 class Router:
@@ -47,47 +78,42 @@ class Router:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.hub, self.loads = Process(), Loads()
-        self.workers = {number: Process() for number in range(NUM_WORKERS)}
-        self.up: dict[int, deque[Note]] = {number: deque() for number in self.workers}
-        self.down: dict[int, deque[Note]] = {number: deque() for number in self.workers}
+        self.hub = Process(self)
+        self.workers: dict[int, Process] = {}
+        self.up: dict[int, Way] = {}
+        self.down: dict[int, Way] = {}
+        for number in range(NUM_WORKERS):
+            self.start(number)
 
-    def send(self) -> None:
-        """Move the notes that processes have told into the queues between them."""
-        for number, worker in self.workers.items():
-            self.up[number].extend(worker.told)
-            worker.told.clear()
-        for way in self.down.values():
-            way.extend(self.hub.told)
-        self.hub.told.clear()
+    def start(self, number: int) -> None:
+        worker = self.workers[number] = Process(self)
+        self.up[number], self.down[number] = Way(), Way()
+        for note in self.hub.links.replica.history(self.now_s):
+            worker.hear(note, self.up[number])
+        worker.links.join(self.up[number])
+        self.hub.links.join(self.down[number])
 
-    def report(self, number: int) -> None:
-        worker = self.workers[number]
-        self.up[number].append(worker.replica.load(len(worker.running)))
+    def restart(self, number: int) -> None:
+        self.hub.links.leave(self.down[number])
+        self.start(number)
 
     def deliver(self, number: int, *, is_up: bool) -> None:
-        self.send()
         way = (self.up if is_up else self.down)[number]
-        if not way:
+        if not way.notes:
             return
-        note = way.popleft()
-        if not is_up:
-            return self.workers[number].apply(note, self.now_s)
-        if not isinstance(note, Load):
-            self.hub.apply(note, self.now_s)
-            for other, down in self.down.items():
-                if other != number:
-                    down.append(note)
-            return None
-        self.loads.put(number, note)
-        self.hub.apply(self.loads.beside(None), self.now_s)
-        for other, down in self.down.items():
-            down.append(self.loads.beside(other))
-        return None
+        note = way.notes.popleft()
+        if is_up:
+            self.hub.hear(note, self.down[number])
+        else:
+            self.workers[number].hear(note, self.up[number])
 
     def settle(self) -> None:
-        self.send()
-        while any(self.up.values()) or any(self.down.values()):
+        processes = (self.hub, *self.workers.values())
+        while any(way.notes for way in (*self.up.values(), *self.down.values())) or any(
+            process.due for process in processes
+        ):
+            for process in processes:
+                process.report()
             for number in self.workers:
                 self.deliver(number, is_up=True)
                 self.deliver(number, is_up=False)
@@ -95,18 +121,6 @@ class Router:
     def probe(self, engine: Engine, probe: Probe) -> None:
         self.hub.fleet.health.note_probe(engine, probe, self.now_s)
         self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, engine.admin_port))
-
-    def restart(self, number: int) -> None:
-        self.send()
-        self.loads.end(number)
-        self.hub.apply(self.loads.beside(None), self.now_s)
-        worker = self.workers[number] = Process()
-        self.up[number].clear()
-        self.down[number].clear()
-        for note in self.hub.replica.history(self.now_s):
-            worker.apply(note, self.now_s)
-        for other, down in self.down.items():
-            down.append(self.loads.beside(other))
 
 
 WORKERS = st.integers(0, NUM_WORKERS - 1)
@@ -118,6 +132,7 @@ STEPS = st.one_of(
     st.tuples(st.just("up"), WORKERS, st.just(0)),
     st.tuples(st.just("down"), WORKERS, st.just(0)),
     st.tuples(st.just("restart"), WORKERS, st.just(0)),
+    st.tuples(st.just("share"), WORKERS, st.just(0)),
     st.tuples(st.sampled_from(["refused", "healthy", "silent"]), st.just(0), st.integers(0, 3)),
     st.tuples(st.sampled_from(["add", "drain", "remove"]), st.just(0), st.integers(0, 3)),
 )
@@ -144,7 +159,9 @@ def carry_out(router: Router, what: str, number: int, index: int) -> None:
                 failure = LegFailure("unreachable", engine.url, "it is away", was_sent=False)
                 worker.fleet.health.note_failure(engine, failure, router.now_s)
         case "report":
-            router.report(number)
+            worker.report()
+        case "share":
+            hub.report()
         case "up" | "down":
             router.deliver(number, is_up=what == "up")
         case "restart":
@@ -171,10 +188,7 @@ def test_all_processes_end_up_with_one_fleet(steps: list[tuple[str, int, int]]) 
     for worker in router.workers.values():
         while worker.running:
             worker.fleet.note_end(worker.running.pop())
-    for _ in range(2):  # The first reports of the last ends, then what followed from them.
-        for number in router.workers:
-            router.report(number)
-        router.settle()
+    router.settle()
     router.now_s += 10.0
     for engine in router.hub.fleet.engines:
         router.probe(engine, Probe("healthy"))
@@ -195,11 +209,10 @@ def test_a_process_knows_how_busy_the_others_keep_an_engine() -> None:
     for number, count in ((0, 3), (1, 2)):
         for _ in range(count):
             carry_out(router, "start", number, 1)
-        router.report(number)
     router.settle()
     assert [worker.fleet.engines[1].load for worker in router.workers.values()] == [5, 5, 5]
     assert router.hub.fleet.engines[1].load == 5
-    assert [worker.replica.num_requests_elsewhere for worker in router.workers.values()] == [2, 3, 5]
+    assert [worker.links.replica.num_requests_elsewhere for worker in router.workers.values()] == [2, 3, 5]
     router.restart(0)
     router.settle()
     assert [worker.fleet.engines[1].load for worker in router.workers.values()] == [2, 2, 2]
@@ -241,10 +254,11 @@ def test_what_a_pair_does_not_do_is_learned_by_all() -> None:
 
 
 def test_an_engine_that_the_other_processes_have_removed_has_no_load_there() -> None:
-    process = Process()
+    process, way = Process(Router()), Way()
+    process.links.join(way)
     engine = process.fleet.engines[-1]
     rows = [EngineLoad(engine.key, 1, num_requests=3, num_failures=0, num_heard=2, num_queued_tokens=9)]
-    process.apply(Load(1, rows), 0.0)
+    process.hear(Load(1, rows), way)
     assert (engine.load, engine.queued_tokens) == (1, 9)
-    process.apply(Load(0, []), 1.0)
+    process.hear(NOTHING, way)
     assert (engine.load, engine.queued_tokens, engine.elsewhere.num_heard) == (0, 0, 2)

@@ -355,7 +355,7 @@ def test_every_process_of_a_router_learns_an_update() -> None:
             "baton", EngineCard("d", None, kv_identity=replace(KV, version=version)), None, None, None
         )
         is_updated = one.fleet.models.note_introduced(keeper, found)
-        one.told.append(Introduces(keeper.key, found))
+        one.fleet.tell(Introduces(keeper.key, found))
         assert is_updated == (version == "2")
         if is_updated:
             one.view.turns.forget(keeper)

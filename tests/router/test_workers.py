@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from baton.router.fleet.notes import Joined
+from baton.router.processes.messages import Drain, Listening, Welcome, decode_from_worker
 from baton.router.processes.run import EXIT_NOT_STARTED, num_workers_for
 from baton.router.processes.worker import Worker
-from baton.router.shell.frames import Drain, FrameStream, Listening, Welcome
+from baton.router.shell.frames import FrameStream
 from baton.router.shell.metrics import sum_families
 from baton.router.values.members import Member
 from baton.router.values.settings import RouterSettings
@@ -207,7 +208,9 @@ async def test_what_a_worker_is_told_while_it_starts_is_not_lost() -> None:
     settings = RouterSettings(prefill_urls=(prefill,), decode_urls=(decode,))
     ours, theirs = socket.socketpair()
     listens = asyncio.Event()
-    stream = FrameStream(lambda frame: listens.set() if isinstance(frame, Listening) else None, lambda: None)
+    stream = FrameStream(
+        decode_from_worker, lambda frame: listens.set() if isinstance(frame, Listening) else None
+    )
     await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
     log_config = {"version": 1, "disable_existing_loggers": False}
     stream.send(Welcome(settings, "127.0.0.1", 0, True, log_config, []))

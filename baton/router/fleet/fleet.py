@@ -39,6 +39,7 @@ class Fleet:
         self._probe_settings = settings.probe
         self.on_added: list[Callable[[Engine], None]] = []
         self.on_removed: list[Callable[[Engine], None]] = []
+        self.on_drain: Callable[[Engine], None] = lambda engine: None  # See `drain`.
         self.tell: Callable[[Note], None] = lambda note: None  # The other processes of this router.
         self.on_load: Callable[[], None] = lambda: None  # An engine's number of requests has changed.
 
@@ -127,7 +128,7 @@ class Fleet:
         return known
 
     def drain(self, engine: Engine, until_s: float, *, is_leaving: bool) -> None:
-        """No new requests. Call `hand_over` after DRAIN_GRACE_S, and `end_drain` at `until_s`."""
+        """No new requests. `on_drain` calls `hand_over` after DRAIN_GRACE_S, and `end_drain` at `until_s`."""
         engine.drain_until_s = until_s
         engine.is_leaving = engine.is_leaving or is_leaving
         logger.info("%s engine %s drains %d requests", engine.role, engine.url, engine.load)
@@ -135,6 +136,8 @@ class Fleet:
             "draining" if engine.load else "drained", engine, "then it is removed" if is_leaving else ""
         )
         self._end_leave(engine)
+        if not engine.is_removed:
+            self.on_drain(engine)
 
     def hand_over(self, engine: Engine, until_s: float) -> None:
         """Let other engines continue its streams, those that they can continue exactly."""

@@ -19,7 +19,6 @@ import msgspec
 from baton.core.errors import PeerError
 from baton.router.fleet.notes import EngineLoad, Load, TurnKept, TurnTaken
 from baton.router.fleet.replica import sum_of
-from baton.router.values.settings import EngineKey
 
 SILENT_S = 1.0
 LATE_MAX_S = 30.0  # Largest difference between two hosts' clocks, with the time on the way.
@@ -82,7 +81,6 @@ class Peers:
         self._number = 0  # Number of this router's last message.
         self._peers: dict[str, _Peer] = {}
         self._silent: dict[str, _Peer] = {}  # Silent routers, for the numbers of their last messages.
-        self._engines: set[EngineKey] = set()  # Engines that any router has ever asked.
 
     def write(self, notes: list[PeerNote], unix_s: float) -> bytes:
         """The next message to all peers."""
@@ -114,7 +112,6 @@ class Peers:
                 if note.engines != peer.heard:  # Most loads of an idle router repeat the one before.
                     peer.heard, rows = note.engines, [_waiting(row) for row in note.engines]
                     has_new_load |= rows != peer.load.engines
-                    self._engines.update(row.engine for row in rows)
                 peer.load = Load(note.num_requests, rows)
             else:
                 turns.append(note)
@@ -132,8 +129,7 @@ class Peers:
 
     def load(self) -> Load:
         """The sum of all peers' loads. Their clients do not count against this router's limit."""
-        idle = Load(0, [EngineLoad(engine, 0, 0, 0, 0, 0) for engine in sorted(self._engines)])
-        return Load(0, sum_of([idle, *(peer.load for peer in self._peers.values())]).engines)
+        return Load(0, sum_of(peer.load for peer in self._peers.values()).engines)
 
     def snapshot(self, now_s: float) -> list[Mapping[str, Any]]:
         """The peers that are not silent, for operators."""

@@ -1,14 +1,9 @@
 """One process's copy of the state that the processes of a router share. Notes keep the copies equal.
 
-    worker --its notes--> coordinator --to the other workers--> worker
-    coordinator --probes, introductions, orders, the load of the other workers--> worker
-
-Pure: notes and time are arguments. `shell/frames.py` moves the notes.
+Pure: notes and time are arguments. `links.py` says which note goes to which process.
 """
 
 from collections.abc import Iterable
-
-import msgspec
 
 from baton.router.fleet.breaker import Probe, ProbeKind
 from baton.router.fleet.engine import Engine
@@ -132,27 +127,6 @@ class Replica:
     def kept_turns(self) -> list[TurnKept]:
         kept = self._view.turns.kept()
         return [TurnKept(name, turn.keeper.key, turn.params, turn.kv_identity) for name, turn in kept]
-
-
-class Loads:
-    """The loads of the router's processes, in the coordinator. The counts of an ended process stay."""
-
-    def __init__(self) -> None:
-        self._loads: dict[int, Load] = {}
-        self._ended: dict[EngineKey, EngineLoad] = {}
-
-    def put(self, process: int, load: Load) -> None:
-        self._loads[process] = load
-
-    def end(self, process: int) -> None:
-        """Note that a process has ended, and its requests with it."""
-        for row in self._loads.pop(process, Load(0, [])).engines:
-            _add(self._ended, msgspec.structs.replace(row, in_flight=0, num_queued_tokens=0, speeds=None))
-
-    def beside(self, process: int | None) -> Load:
-        """The load of all processes except this one."""
-        loads = [load for name, load in self._loads.items() if name != process]
-        return sum_of([Load(0, list(self._ended.values())), *loads])
 
 
 def sum_of(loads: Iterable[Load]) -> Load:

@@ -1,56 +1,41 @@
-"""Link to other routers: publishes this router's load and turns, and reads theirs (ZeroMQ PUB, SUB)."""
+"""The link to other routers: publishes this router's load and turns, and reads theirs (ZeroMQ PUB, SUB)."""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from baton.core.errors import PeerError
-from baton.router.fleet.notes import Load, Note, TurnKept, TurnTaken
+from baton.router.fleet.links import NOTHING, Links
+from baton.router.fleet.notes import Load, Note
 from baton.router.fleet.peers import PeerNote, Peers
 from baton.router.values.settings import PeerSettings
 
 logger = logging.getLogger(__name__)
 
-# Minimum time between two reports. With 0.1 two routers send bursts to the same engine (docs/log.md).
-LOAD_EVERY_S = 0.01
-HEARTBEAT_S = 0.3
 MESSAGES_MAX = 10_000  # Messages that wait to be sent, or to be read.
 MESSAGE_BYTES_MAX = 4 << 20
 BREATH = 64  # Messages that are read before others have a turn.
 
 
 class PeerLink:
-    """Made and used in one event loop. `start` it, and `close` it."""
+    """Implements `Link`. Made and used in one event loop. `start` it, and `close` it."""
 
-    def __init__(
-        self,
-        settings: PeerSettings,
-        *,
-        load: Callable[[], Load],
-        kept: Callable[[], Sequence[TurnKept]],
-        on_note: Callable[[Note], None],
-        on_load: Callable[[], None],
-    ) -> None:
-        """`load`: this router's own load. `kept`: its turns. `on_note`: a turn of another router.
+    load_every_s = 0.01  # If it is 0.1, two routers send bursts to the same engine (docs/log.md).
 
-        `on_load`: the load of other routers has changed.
-        """
-        self._settings, self._load, self._kept = settings, load, kept
-        self._on_note, self._on_load = on_note, on_load
+    def __init__(self, settings: PeerSettings, links: Links) -> None:
+        self._settings, self._links = settings, links
         self.peers = Peers(secrets.token_hex(8), settings.secret.encode())
         self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
-        self._is_load_due = False
-        self._timer: asyncio.TimerHandle | None = None
         self._out: zmq.asyncio.Socket | None = None
         self._in: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reading: asyncio.Task[None] | None = None
         self.endpoint = settings.bind
 
     def start(self) -> None:
@@ -70,39 +55,32 @@ class PeerLink:
         self._in.setsockopt(zmq.SUBSCRIBE, b"")
         for endpoint in self._settings.routers:
             self._in.connect(endpoint)
-        self._tasks = [asyncio.create_task(work()) for work in (self._read, self._tick)]
-        for task in self._tasks:
-            task.add_done_callback(self._hear_end)
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(self._hear_end)
         self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._links.join(self)
 
     def connect(self, endpoint: str) -> None:
         """Read from one more router."""
         assert self._in is not None
         self._in.connect(endpoint)
 
-    def load_has_changed(self) -> None:
-        if not self._is_load_due and self._tasks:
-            self._is_load_due = True
-            self._timer = self._loop.call_later(LOAD_EVERY_S, self._send_load)
-
-    def _send_load(self) -> None:
-        self._is_load_due = False
-        self._publish([self._load()])
-
-    def tell(self, note: Note) -> None:
-        """Send a note about a turn to the other routers. They see everything else themselves."""
-        if self._out is not None and isinstance(note, TurnKept | TurnTaken):
+    def send(self, note: Note) -> None:
+        """Send a load, or a note about a turn. The other routers see everything else themselves."""
+        if isinstance(note, Load) and self.peers.expire(self._loop.time()):
+            logger.warning("another router is silent; its requests count as ended")
+            self._links.hear(self.peers.load(), self)
+        if isinstance(note, PeerNote):
             self._publish([note])
 
     async def close(self) -> None:
         """Tell the other routers that nothing is left to do here, and end."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._links.leave(self)
         if self._out is not None:
-            self._publish([Load(0, [])])
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._publish([NOTHING])
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
         for one in (self._out, self._in):
             if one is not None:
                 one.close()
@@ -123,14 +101,6 @@ class PeerLink:
         except zmq.Again:
             logger.warning("a message to other routers is dropped: too many wait")
 
-    async def _tick(self) -> None:
-        while True:
-            self._send_load()
-            if self.peers.expire(self._loop.time()):
-                logger.warning("another router is silent; its requests count as ended")
-                self._on_load()
-            await asyncio.sleep(HEARTBEAT_S)
-
     async def _read(self) -> None:
         assert self._in is not None
         num_read = 0
@@ -148,9 +118,9 @@ class PeerLink:
         """Raises PeerError."""
         news = self.peers.read(data, time.time(), self._loop.time())
         for turn in news.turns:
-            self._on_note(turn)
+            self._links.hear(turn, self)
         if news.has_new_load:
-            self._on_load()
+            self._links.hear(self.peers.load(), self)
         if news.is_new:
             logger.info("another router is there")
-            self._publish(list(self._kept()))
+            self._publish([*self._links.replica.kept_turns()])

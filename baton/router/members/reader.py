@@ -12,7 +12,7 @@ import msgspec
 from baton.core.errors import BatonError, UserError
 from baton.http.registration import TTL_S
 from baton.router.fleet.engine import Engine
-from baton.router.fleet.fleet import DRAIN_GRACE_S, Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.notes import Drains, Joined
 from baton.router.members.probes import Prober
 from baton.router.shell.metrics import RouterMetrics
@@ -101,14 +101,6 @@ class RegistrationSource:
                     await self._has_changed.wait()
             except TimeoutError:
                 pass
-
-
-def watch_drain(loop: asyncio.AbstractEventLoop, fleet: Fleet, engine: Engine) -> None:
-    """Let other engines continue its streams soon, and end what is left at the drain's deadline."""
-    until_s = engine.drain_until_s
-    assert until_s is not None
-    loop.call_at(min(until_s, loop.time() + DRAIN_GRACE_S), fleet.hand_over, engine, until_s)
-    loop.call_at(until_s, fleet.end_drain, engine, until_s)
 
 
 class Members:
@@ -261,7 +253,6 @@ class Members:
         node, what = node_of(engine), f"{engine.role}_instances"
         if engine.is_removed:
             return f"Removed {node} from {what}."
-        watch_drain(self._loop, self._fleet, engine)
         then = f", and is then removed from {what}" if engine.is_leaving else ""
         return f"{node} drains {engine.load} requests for at most {timeout_s:g} s{then}."
 

@@ -21,8 +21,8 @@ from baton.router.operator.live import Live
 from baton.router.request.timeline import RequestTimeline
 from baton.router.shell.asking import AskFailed
 from baton.router.shell.client_http import DEFECT, Incoming, Reply
-from baton.router.shell.index_client import IndexClient
-from baton.router.shell.metrics import Samples
+from baton.router.shell.index_client import IndexClient, IndexOwner
+from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -96,30 +96,37 @@ class Control:
         self,
         parts: Parts,
         *,
-        num_requests: Callable[[], int],
-        exposition: Callable[[], Awaitable[bytes]],
+        collect: Callable[[], Awaitable[list[Samples]]],
         recent: Callable[[str | None], Awaitable[list[RequestTimeline]]],
-        samples: Callable[[], Awaitable[Samples]],
         on_fault: Callable[[str], None],
-        index: IndexClient | None,
-        peers: PeerLink | None,
-        sources: Sequence[Source] = (),
+        sources: Sequence[Source],
+        log_config: Mapping[str, Any],
     ) -> None:
-        """`num_requests`: clients' requests in flight. `recent`: requests with this id, or all, latest first.
+        """`collect`: metrics of the other processes. `recent`: requests with this id, or all, latest first.
 
         `on_fault`: a task that watches the engines, or reads `sources` of members, has ended.
         """
-        self._parts = parts
-        self._num_requests, self._exposition, self._on_fault = num_requests, exposition, on_fault
-        self._recent = recent
+        self._parts, self._collect, self._recent, self._on_fault = parts, collect, recent, on_fault
         settings = parts.settings
+        self.index_owner = self.index = self.peers = None
+        if settings.kv_events:
+            self.index_owner = IndexOwner(parts, log_config)
+            self.index = IndexClient(self.index_owner.path, parts.asker)
+        if settings.peers is not None:
+            self.peers = PeerLink(settings.peers, parts.links)
         self.prober = Prober(parts.fleet, parts.asker, settings.probe, parts.introducer.refresh)
         self.members = Members(settings, parts.fleet, self.prober, parts.metrics, sources, on_fault)
-        self._admin = admin.Admin(parts.view, self.members, index, peers)
-        self._live = Live(parts, self._admin, num_requests, samples)
+        self._admin = admin.Admin(parts.view, self.members, self.index, self.peers)
+        self._live = Live(parts, self._admin, self._samples)
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Raises OSError."""
+        if self.peers is not None:
+            self.peers.start()
+        if self.index_owner is not None and self.index is not None:
+            self.index_owner.start()
+            self.index.connect()
         self._watch = asyncio.create_task(self.prober.run(), name="baton-router-prober")
         self._watch.add_done_callback(self._hear_prober)
         self.members.start()
@@ -141,6 +148,14 @@ class Control:
             self._watch.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
                 await self._watch
+        if self.peers is not None:
+            await self.peers.close()
+        if self.index_owner is not None and self.index is not None:
+            await self.index.close()
+            await self.index_owner.close()
+
+    async def _samples(self) -> Samples:
+        return sum_families([self._parts.metrics.samples(), *await self._collect()])
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> admin.Reply:
         try:
@@ -150,7 +165,7 @@ class Control:
                 return admin.refusal(admin.not_allowed(method, path), allow="GET, HEAD")
             if path == "/metrics":
                 kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-                return admin.Reply(200, kind, await self._exposition())
+                return admin.Reply(200, kind, self._parts.metrics.exposition(await self._collect()))
             if path == REQUESTS:
                 return _json({"requests": await self._recent(None)})
             if path.startswith(_REQUEST_PREFIX):
@@ -174,7 +189,7 @@ class Control:
             "first_token": settings.first_token,
             "policy": settings.policy,
             "on_prefill_failure": settings.on_prefill_failure,
-            "in_flight": self._num_requests(),
+            "in_flight": parts.links.num_requests,
             "engines": parts.fleet.snapshot(),
             "pairs": parts.pairs.snapshot(parts.fleet.engines, asyncio.get_running_loop().time()),
         }

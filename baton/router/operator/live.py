@@ -58,10 +58,9 @@ class Live:
         self,
         parts: Parts,
         admin: Admin,
-        num_requests: Callable[[], int],
         samples: Callable[[], Awaitable[Samples]],
     ) -> None:
-        self._parts, self._admin, self._num_requests, self._samples = parts, admin, num_requests, samples
+        self._parts, self._admin, self._samples = parts, admin, samples
         self._loop = asyncio.get_running_loop()
         self._history = LatencyHistory(tuple(LATENCIES))
         self._latest: dict[str, Any] = {}
@@ -139,7 +138,7 @@ class Live:
             "sources": status["sources"],
             "queues": status["queues"],
             "routers": status["routers"],
-            "in_flight": self._num_requests(),
+            "in_flight": self._parts.links.num_requests,
             "waiting": round(sum(value for *_, value in samples.get("baton:router_waiting", ()))),
             **self._request_rates(),
             "engines": [

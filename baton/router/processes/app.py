@@ -9,8 +9,6 @@ import msgspec
 import baton
 from baton.http.rate_limits import RateLimits
 from baton.http.watched_files import WatchedFiles
-from baton.router.fleet.replica import Replica
-from baton.router.members.peers import PeerLink
 from baton.router.members.reader import Source
 from baton.router.operator.admin import not_allowed
 from baton.router.operator.control import PATHS as ADMIN_PATHS
@@ -20,7 +18,7 @@ from baton.router.request.reply import SHUTTING_DOWN
 from baton.router.request.timeline import RequestTimeline, latest_first
 from baton.router.shell.client_http import Incoming, Reply
 from baton.router.shell.in_flight import InFlight
-from baton.router.shell.index_client import IndexClient, IndexOwner
+from baton.router.shell.index_client import IndexClient
 from baton.router.shell.intake import JSON, METHODS, Intake
 from baton.router.shell.legs import Upstream
 from baton.router.shell.metrics import Samples
@@ -58,34 +56,18 @@ class Router:
         """
         self._parts = parts = Parts(settings)
         self.in_flight = InFlight(settings, parts.metrics)
-        self.fleet, self.metrics, self.replica = parts.fleet, parts.metrics, Replica(parts.view)
-        self._index_owner = None
-        if administration is None and settings.kv_events:
-            self._index_owner = IndexOwner(parts, log_config or NO_LOG)
-            index_path = self._index_owner.path
+        self.fleet, self.metrics, self.links = parts.fleet, parts.metrics, parts.links
+        self.links.num_own = lambda: self.in_flight.num_requests
         self._index = None if index_path is None else IndexClient(index_path, parts.asker)
-        self.peers = None
-        if administration is None and settings.peers is not None:
-            self.peers = PeerLink(
-                settings.peers,
-                load=lambda: self.replica.load(self.in_flight.num_requests),
-                kept=self.replica.kept_turns,
-                on_note=lambda note: self.replica.apply(note, asyncio.get_running_loop().time()),
-                on_load=self._learn_peers,
-            )
-            self.fleet.tell, self.fleet.on_load = self.peers.tell, self.peers.load_has_changed
         self.control = None
         if administration is None:
             administration = self.control = Control(
                 parts,
-                num_requests=lambda: self.in_flight.num_requests,
-                exposition=self._exposition,
+                collect=self._collect,
                 recent=self._recent,
-                samples=self._samples,
                 on_fault=self.note_fault,
-                index=self._index,
-                peers=self.peers,
                 sources=sources,
+                log_config=log_config or NO_LOG,
             )
         self._admin_pages = AdminPages(administration)
         self._fault: str | None = None
@@ -95,8 +77,9 @@ class Router:
         if settings.doors.may_limit and (charges is None or settings.doors.auth.storage is not None):
             charges = self._limits = RateLimits(self._ports.auth)
         upstream = Upstream(parts.pool, wheel, settings, parts.engine_keys)
-        requests = Requests(parts.view, upstream, parts.metrics, parts.introducer, parts.loans, self._index)
-        self._intake = Intake(requests, self.replica, self.in_flight, self._ports.auth, charges)
+        index = self._index if self.control is None else self.control.index
+        requests = Requests(parts.view, upstream, parts.metrics, parts.introducer, parts.loans, index)
+        self._intake = Intake(requests, self.links, self.in_flight, self._ports.auth, charges)
 
     # --- Its life
 
@@ -107,11 +90,8 @@ class Router:
         return bound
 
     def start(self) -> None:
+        """Raises OSError."""
         self._ports.start()
-        if self.peers is not None:
-            self.peers.start()
-        if self._index_owner is not None:
-            self._index_owner.start()
         if self._index is not None:
             self._index.connect()
         if self.control is not None:
@@ -142,18 +122,10 @@ class Router:
         await self._admin_pages.close()
         if self._limits is not None:
             await self._limits.close()
-        if self.peers is not None:
-            await self.peers.close()
         if self._index is not None:
             await self._index.close()
-        if self._index_owner is not None:
-            await self._index_owner.close()
         await self._parts.close()
         await self.in_flight.close()
-
-    def _learn_peers(self) -> None:
-        assert self.peers is not None
-        self.replica.apply(self.peers.peers.load(), asyncio.get_running_loop().time())
 
     async def reload(self) -> None:
         """Read the sources of members anew, and files that have changed."""
@@ -217,14 +189,11 @@ class Router:
             return _json({"status": "unavailable", "reason": "no decode engine has answered"}, 503)
         return _json({"status": "ok"})
 
-    async def _exposition(self) -> bytes:
-        return self.metrics.exposition()
+    async def _collect(self) -> list[Samples]:
+        return []
 
     async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
         return latest_first([self.in_flight.find(request_id)])
-
-    async def _samples(self) -> Samples:
-        return self.metrics.samples()
 
 
 def _show(page: Page, incoming: Incoming, reply: Reply) -> None:

@@ -6,20 +6,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from baton.core.errors import BatonError
+from baton.router.fleet.links import LOAD_EVERY_S
 from baton.router.processes.app import CLOSING_S
-from baton.router.request.timeline import RequestTimeline, latest_first
-from baton.router.shell.frames import (
+from baton.router.processes.messages import (
     Collect,
-    Collected,
     Drain,
-    Frame,
-    FrameStream,
+    FromCoordinator,
+    FromWorker,
     Listening,
-    Process,
     Recall,
-    Recalled,
-    start_process,
+    decode_from_worker,
 )
+from baton.router.request.timeline import RequestTimeline, latest_first
+from baton.router.shell.frames import FrameStream, Process, start_process
 from baton.router.shell.metrics import GAUGES, Samples, sum_families
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,9 @@ START_S = 60.0  # Time to start a Python process on a busy machine.
 RESTART_S = 1.0  # Time from the end of a worker to the start of its successor.
 COLLECT_S = 1.0  # Time for workers to send their metrics; a late worker's earlier ones are used.
 TICK_S = 1.0
-SILENT_TICKS = 10  # Workers report every second. Ticks, not seconds: a machine may have stood still.
+SILENT_TICKS = (
+    10  # Workers report several times a second. Ticks, not seconds: a machine may have stood still.
+)
 EXIT_S = 5.0  # Time from the end of a worker's requests to that of its process.
 
 
@@ -37,16 +38,31 @@ class NotStarted(BatonError):
 
 
 class WorkerProcess:
+    """Implements `Link`."""
+
+    load_every_s = LOAD_EVERY_S
+
     def __init__(self, number: int, stream: FrameStream, process: Process) -> None:
         self.number = number
         self.stream = stream
         self.process = process
         self.samples: Samples = {}
-        self.is_collected = asyncio.Event()
         self.has_reported = False
         self.num_silent_ticks = 0
-        # Answers that are awaited, by the number of the `Recall`.
-        self.recalled: dict[int, asyncio.Future[list[RequestTimeline]]] = {}
+
+    def send(self, message: FromCoordinator) -> None:
+        self.stream.send(message)
+
+    async def collect(self) -> None:
+        """Take its metrics; the earlier ones stay if it is late."""
+        with suppress(TimeoutError, ConnectionError):
+            self.samples = await self.stream.ask(Collect(), Samples, COLLECT_S)
+
+    async def recent(self, request_id: str | None) -> list[RequestTimeline]:
+        """Return its last requests, and none if it is late."""
+        with suppress(TimeoutError, ConnectionError):
+            return await self.stream.ask(Recall(request_id), list[RequestTimeline], COLLECT_S)
+        return []
 
 
 class Workers:
@@ -56,18 +72,18 @@ class Workers:
         self,
         num_workers: int,
         *,
-        greeting: Callable[[int], list[Frame]],
-        on_frame: Callable[[WorkerProcess, Frame], None],
-        on_end: Callable[[int], None],
+        on_start: Callable[[WorkerProcess], None],
+        on_frame: Callable[[WorkerProcess, FromWorker], None],
+        on_end: Callable[[WorkerProcess], None],
         on_fault: Callable[[str], None],
     ) -> None:
-        """`greeting`: the first frames for the worker with this number. `on_end`: this worker has ended.
+        """`on_start`: the worker's process has been started, and waits for its welcome.
 
         `on_fault`: a task that watches the workers has ended.
         """
-        self._greeting, self._pass_on, self._on_end, self._on_fault = greeting, on_frame, on_end, on_fault
+        self._on_start, self._pass_on, self._on_end, self._on_fault = on_start, on_frame, on_end, on_fault
         self.running: dict[int, WorkerProcess] = {}
-        self._num_started = self._num_recalls = 0
+        self._num_started = 0
         self._first_ones = [asyncio.get_running_loop().create_future() for _ in range(num_workers)]
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: Samples = {}  # Sums over the workers that have ended.
@@ -133,11 +149,10 @@ class Workers:
     async def _start_worker(self, first: asyncio.Future[None]) -> WorkerProcess:
         self._num_started += 1
         number = self._num_started
-        stream = FrameStream(lambda frame: self._on_frame(number, frame, first), lambda: None)
+        stream = FrameStream(decode_from_worker, lambda frame: self._on_frame(number, frame, first))
         process = await start_process("baton.router.processes.worker", stream)
         worker = self.running[number] = WorkerProcess(number, stream, process)
-        for frame in self._greeting(number):
-            stream.send(frame)
+        self._on_start(worker)
         return worker
 
     def _forget(self, worker: WorkerProcess) -> None:
@@ -145,7 +160,7 @@ class Workers:
         worker.stream.close()
         counted = {name: family for name, family in worker.samples.items() if name not in GAUGES}
         self._ended = sum_families([self._ended, counted])
-        self._on_end(worker.number)
+        self._on_end(worker)
 
     async def _tick(self) -> None:
         """End workers that do not report: new connections would wait for them for ever."""
@@ -157,52 +172,27 @@ class Workers:
                     logger.error("worker %d does not answer and is killed", worker.number)
                     worker.process.kill()
 
-    def _on_frame(self, number: int, frame: Frame, first: asyncio.Future[None]) -> None:
+    def _on_frame(self, number: int, frame: FromWorker | Listening, first: asyncio.Future[None]) -> None:
         worker = self.running.get(number)
         if worker is None:
             return  # The worker has ended; the frame was on its way.
         worker.num_silent_ticks = 0
-        match frame:
-            case Listening():
-                worker.has_reported = True
-                if not first.done():
-                    first.set_result(None)
-            case Collected(samples):
-                worker.samples = samples
-                worker.is_collected.set()
-            case Recalled(recall, timelines):
-                if (recalled := worker.recalled.pop(recall, None)) is not None and not recalled.done():
-                    recalled.set_result(timelines)
-            case _:
-                self._pass_on(worker, frame)
+        if not isinstance(frame, Listening):
+            return self._pass_on(worker, frame)
+        worker.has_reported = True
+        return None if first.done() else first.set_result(None)
 
-    def send(self, frame: Frame, *, but: WorkerProcess | None = None) -> None:
-        """Send the frame to all workers except this one."""
+    def send(self, message: FromCoordinator) -> None:
+        """Send the message to all workers."""
         for worker in self.running.values():
-            if worker is not but:
-                worker.stream.send(frame)
+            worker.send(message)
 
     async def collect(self) -> list[Samples]:
         """Metrics of the workers, also of those that have ended."""
-        workers = list(self.running.values())
-        for worker in workers:
-            worker.is_collected.clear()
-            worker.stream.send(Collect())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(COLLECT_S):
-                await asyncio.gather(*(worker.is_collected.wait() for worker in workers))
-        return [self._ended, *(worker.samples for worker in workers)]
+        await asyncio.gather(*(worker.collect() for worker in self.running.values()))
+        return [self._ended, *(worker.samples for worker in self.running.values())]
 
     async def recent(self, request_id: str | None) -> list[RequestTimeline]:
-        """Requests of all workers; those of a worker that is late are missing."""
-        self._num_recalls += 1
-        number, asked = self._num_recalls, []
-        for worker in self.running.values():
-            asked.append(asyncio.get_running_loop().create_future())
-            worker.recalled[number] = asked[-1]
-            worker.stream.send(Recall(number, request_id))
-        if asked:
-            await asyncio.wait(asked, timeout=COLLECT_S)
-        for worker in self.running.values():
-            worker.recalled.pop(number, None)
-        return latest_first(one.result() for one in asked if one.done())
+        """Requests of all workers."""
+        found = await asyncio.gather(*(worker.recent(request_id) for worker in self.running.values()))
+        return latest_first(found)

@@ -1,140 +1,41 @@
-"""Messages between the coordinator and a worker: MessagePack, each after its length, on a socket pair."""
+"""Frames between the processes of one router: MessagePack, each after its length, on a socket of their own.
+
+Each end decodes the types that the other end may send. A frame of another type, or one that is too long, ends
+the connection: the owner of the process replaces it, and a process whose parent is lost ends. Questions are
+frames too: `FrameStream.ask` waits for the answer, up to a deadline.
+"""
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from baton.http.rate_limits import Verdict
-from baton.router.fleet.event_log import Happened
-from baton.router.fleet.notes import Note
-from baton.router.request.timeline import RequestTimeline
-from baton.router.shell.metrics import Samples
-from baton.router.values.settings import RouterSettings
+logger = logging.getLogger(__name__)
 
 LENGTH_BYTES = 4
-# Maximum age of the others' load, on each of the two ways: worker to coordinator, and back.
-LOAD_EVERY_S = 0.005
+FRAME_BYTES_MAX = 64 << 20
 UNREAD_BYTES_MAX = 64 << 20  # The other side does not read any more: it hangs.
 
-
-class _Frame(msgspec.Struct, frozen=True, array_like=True): ...
-
-
-class Welcome(_Frame, frozen=True, tag="Welcome"):
-    """The first frame that the coordinator sends to a worker."""
-
-    settings: RouterSettings
-    host: str
-    port: int
-    # Whether the coordinator has an admin port; else workers pass the administrator's requests on.
-    has_admin_port: bool
-    log_config: dict[str, Any]
-    history: list[Note]
-    index_path: str | None = None  # Path of the index process's socket.
+Question = TypeVar("Question")
+Value = TypeVar("Value")
 
 
-class Listening(_Frame, frozen=True, tag="Listening"):
-    """A worker reports that it accepts connections."""
-
-
-class Drain(_Frame, frozen=True, tag="Drain"):
-    """The coordinator tells a worker to refuse new requests, and to end after the running ones."""
-
-    timeout_s: float
-
-
-class EndRequests(_Frame, frozen=True, tag="EndRequests"):
-    """The coordinator tells a worker that drains to end its requests at once."""
-
-
-class LookAtFiles(_Frame, frozen=True, tag="LookAtFiles"):
-    """The coordinator tells a worker to read again the files that have changed."""
-
-
-class Fault(_Frame, frozen=True, tag="Fault"):
-    """The coordinator tells a worker that the router is broken; /health reports this."""
-
-    why: str
-
-
-class Collect(_Frame, frozen=True, tag="Collect"):
-    """The coordinator asks a worker for its metrics."""
-
-
-class Collected(_Frame, frozen=True, tag="Collected"):
-    samples: Samples
-
-
-class Recall(_Frame, frozen=True, tag="Recall"):
-    """The coordinator asks a worker for its last requests with this id. None: all."""
-
+class Asked(msgspec.Struct, Generic[Question], frozen=True, array_like=True, tag="Asked"):
     number: int
-    request_id: str | None
+    question: Question
 
 
-class Recalled(_Frame, frozen=True, tag="Recalled"):
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag="Answered"):
     number: int
-    timelines: list[RequestTimeline]
-
-
-class Asks(_Frame, frozen=True, tag="Asks"):
-    """A worker passes on an administrator's request, whose key has been checked."""
-
-    number: int
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: bytes
-
-
-class Answers(_Frame, frozen=True, tag="Answers"):
-    number: int
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-class Charges(_Frame, frozen=True, tag="Charges"):
-    """A worker asks to count a request against its tenant's limits."""
-
-    number: int
-    tenant: str
-    num_prompt_tokens: int
-
-
-class Charged(_Frame, frozen=True, tag="Charged"):
-    number: int
-    verdict: Verdict
-
-
-Frame: TypeAlias = (
-    Welcome
-    | Listening
-    | Drain
-    | EndRequests
-    | LookAtFiles
-    | Fault
-    | Collect
-    | Collected
-    | Recall
-    | Recalled
-    | Asks
-    | Answers
-    | Charges
-    | Charged
-    | Note
-    | Happened
-)
-
-_decoder = msgspec.msgpack.Decoder(Frame)
+    value: msgspec.Raw
 
 
 # The parent obeys a signal to the process group, or one that systemd sends to the service.
@@ -199,13 +100,16 @@ class FrameStream(asyncio.Protocol):
 
     def __init__(
         self,
+        decode: Callable[[bytes], Any],
         on_frame: Callable[[Any], None],
-        on_lost: Callable[[], None],
-        decode: Callable[[bytes], Any] = _decoder.decode,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_frame, self._on_lost, self._decode = on_frame, on_lost, decode
+        """`decode`: raises MsgspecError for what the other side may not send. `on_frame` gets no answers."""
+        self._decode, self._on_frame, self._on_lost = decode, on_frame, on_lost
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
+        self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._num_asked = 0
 
     def send(self, frame: msgspec.Struct) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -214,6 +118,24 @@ class FrameStream(asyncio.Protocol):
         self._transport.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
         if self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
             self._transport.abort()
+
+    async def ask(self, question: msgspec.Struct, kind: type[Value], timeout_s: float) -> Value:
+        """Return the answer of the other side. Raises TimeoutError, ConnectionError."""
+        if self._transport is None:
+            raise ConnectionError("the other process has ended")
+        self._num_asked += 1
+        number = self._num_asked
+        answered: asyncio.Future[msgspec.Raw]
+        answered = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.send(Asked(number, question))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return msgspec.msgpack.decode(await answered, type=kind)
+        finally:
+            del self._asked[number]
+
+    def answer(self, asked: Asked[Any], value: Any) -> None:
+        self.send(Answered(asked.number, msgspec.Raw(msgspec.msgpack.encode(value))))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -226,14 +148,33 @@ class FrameStream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        while len(self._received) >= LENGTH_BYTES:
+        while self._transport is not None and len(self._received) >= LENGTH_BYTES:
             end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            if end > LENGTH_BYTES + FRAME_BYTES_MAX:
+                return self._refuse(f"a frame of {end} bytes")
             if len(self._received) < end:
-                return
+                return None
             payload = bytes(self._received[LENGTH_BYTES:end])
             del self._received[:end]
-            self._on_frame(self._decode(payload))
+            try:
+                frame = self._decode(payload)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                return self._refuse(str(error))
+            if not isinstance(frame, Answered):
+                self._on_frame(frame)
+            elif (asked := self._asked.get(frame.number)) is not None and not asked.done():
+                asked.set_result(frame.value)
+        return None
+
+    def _refuse(self, why: str) -> None:
+        logger.error("another process of this router sent what it may not: %s; its connection is closed", why)
+        if self._transport is not None:
+            self._transport.abort()
+        self._received.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(ConnectionError("the other process has ended"))
         self._on_lost()

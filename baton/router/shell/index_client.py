@@ -20,7 +20,6 @@ from baton.router.request.events import Found, Look
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.frames import FrameStream, start_process
-from baton.router.shell.index_process import decode_frame
 from baton.router.shell.parts import Parts
 from baton.router.values.settings import KVEventsSource, sources_of
 
@@ -48,8 +47,6 @@ class IndexClient:
         self._loop = asyncio.get_running_loop()
         self._stream: FrameStream | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[Found]] = {}
-        self._num_asked = 0
         self._asks_at_s = 0.0
 
     @property
@@ -62,7 +59,7 @@ class IndexClient:
     async def _connect(self) -> None:
         while True:
             lost = asyncio.Event()
-            stream = FrameStream(self._on_frame, lost.set, decode_frame)
+            stream = FrameStream(wire.decode_answer, lambda frame: None, lost.set)
             with suppress(OSError):
                 await self._loop.create_unix_connection(lambda: stream, self._path)  # noqa: B023
                 self._stream = stream
@@ -84,7 +81,7 @@ class IndexClient:
             if look.tokenizer is not None:
                 prompt = await self._tokenized(look.tokenizer, look.chat)
             return await self._ask(as_json(prompt), look)
-        except (TimeoutError, AskFailed, NotJson) as error:
+        except (TimeoutError, ConnectionError, AskFailed, NotJson) as error:
             logger.debug("a prompt was not looked up: %r", error)
             return NOTHING
 
@@ -100,26 +97,12 @@ class IndexClient:
     async def _ask(self, prompt: bytes, look: Look) -> Found:
         if self._stream is None or len(prompt) > PROMPT_BYTES_MAX or self._loop.time() < self._asks_at_s:
             return NOTHING
-        self._num_asked += 1
-        number = self._num_asked
-        found: asyncio.Future[Found] = self._loop.create_future()
-        self._asked[number] = found
+        question = wire.Look(prompt, look.adapter, look.salt)
         try:
-            self._stream.send(wire.Look(number, prompt, look.adapter, look.salt))
-            async with asyncio.timeout(LOOK_S):
-                return await found
+            return await self._stream.ask(question, Found, LOOK_S)
         except TimeoutError:
             self._asks_at_s = self._loop.time() + RETRY_S  # Others need not wait for it as well.
             raise
-        finally:
-            del self._asked[number]
-
-    def _on_frame(self, frame: wire.IndexFrame) -> None:
-        if not isinstance(frame, wire.Found):
-            return
-        asked = self._asked.get(frame.number)
-        if asked is not None and not asked.done():
-            asked.set_result(Found(frame.num_tokens, frame.cached, frame.home))
 
 
 class IndexOwner:
@@ -176,7 +159,7 @@ class IndexOwner:
     async def _run(self) -> None:
         """Run one process until it ends. Raises OSError."""
         settings = self._settings
-        stream = FrameStream(self._on_frame, lambda: None, decode_frame)
+        stream = FrameStream(wire.decode_report, self._on_frame)
         process = await start_process("baton.router.shell.index_process", stream)
         try:
             stream.send(wire.Begin(self.path, self._sources, settings.tokenizer, self._log_config))
@@ -189,7 +172,7 @@ class IndexOwner:
             process.kill()
             await process.wait()
 
-    def _on_frame(self, frame: wire.IndexFrame) -> None:
+    def _on_frame(self, frame: wire.Ready | wire.Known | wire.Cleared) -> None:
         if isinstance(frame, wire.Ready):
             logger.info("the index of prefixes reads KV events of %d engines", len(self._sources))
         elif isinstance(frame, wire.Cleared):

@@ -27,8 +27,9 @@ from baton.core.errors import panics_as
 from baton.core.json_text import NotJson, decode_json
 from baton.core.kv_events import AllBlocksCleared, KVEventBatch
 from baton.router.fleet.block_index import BlockIndex, Match, home_key, prefix_keys, root_key
+from baton.router.request.events import Found
 from baton.router.shell.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
-from baton.router.shell.frames import FrameStream
+from baton.router.shell.frames import Answered, Asked, FrameStream
 from baton.router.values.settings import KVEventsSource
 
 logger = logging.getLogger(__name__)
@@ -92,21 +93,16 @@ class Follow(_Frame, frozen=True, tag="Follow"):
 class Look(_Frame, frozen=True, tag="Look"):
     """A router asks which engines have the beginning of this prompt."""
 
-    number: int
     prompt: bytes  # JSON: token ids, or a text.
     adapter: str | None
     salt: str | None
 
 
-class Found(_Frame, frozen=True, tag="Found"):
-    number: int
-    num_tokens: int  # Length of the prompt; 0: not known.
-    cached: dict[str, Match]  # Matches, by the engine's URL.
-    home: int  # See `block_index.home_key`.
-
-
-IndexFrame: TypeAlias = Begin | Ready | Known | Cleared | Reset | Updated | Follow | Look | Found
-decode_frame = msgspec.msgpack.Decoder(IndexFrame).decode
+FromParent: TypeAlias = Begin | Reset | Updated | Follow
+decode_from_parent = msgspec.msgpack.Decoder(FromParent).decode
+decode_report = msgspec.msgpack.Decoder(Ready | Known | Cleared).decode
+decode_question = msgspec.msgpack.Decoder(Asked[Look]).decode
+decode_answer = msgspec.msgpack.Decoder(Answered).decode
 _decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
@@ -298,14 +294,15 @@ class IndexProcess:
             os._exit(1)  # The parent starts another one.
 
     def _connection(self) -> FrameStream:
-        def on_frame(frame: IndexFrame) -> None:
-            if isinstance(frame, Look) and len(self._tasks) < TASKS_MAX:
-                self._keep(self._answer(stream, frame))
+        def on_frame(asked: Asked[Look]) -> None:
+            if len(self._tasks) < TASKS_MAX:
+                self._keep(self._answer(stream, asked))
 
-        stream = FrameStream(on_frame, lambda: None, decode_frame)
+        stream = FrameStream(decode_question, on_frame)
         return stream
 
-    async def _answer(self, stream: FrameStream, look: Look) -> None:
+    async def _answer(self, stream: FrameStream, asked: Asked[Look]) -> None:
+        look = asked.question
         ids = await self._ids_of(look.prompt)
         cached: dict[str, Match] = {}
         home = 0
@@ -314,7 +311,7 @@ class IndexProcess:
                 keys = prefix_keys(ids, size, root_key(look.adapter, look.salt))
                 cached |= self._index.match(keys, size)
                 home = home or home_key(keys, size)
-        stream.send(Found(look.number, len(ids), cached, home))
+        stream.answer(asked, Found(len(ids), cached, home))
 
     async def _ids_of(self, prompt: bytes) -> list[int]:
         try:
@@ -363,7 +360,7 @@ async def _run(stream: socket.socket) -> int:
         if not ended.done():
             ended.set_result(status)
 
-    def on_frame(frame: IndexFrame) -> None:
+    def on_frame(frame: FromParent) -> None:
         if isinstance(frame, Begin):
             starting.append(loop.create_task(begin(frame)))
             starting[0].add_done_callback(hear_start)
@@ -374,7 +371,7 @@ async def _run(stream: socket.socket) -> int:
         elif isinstance(frame, Follow):
             early.append(frame) if not running else running[0].follow(frame.sources)
 
-    parent = FrameStream(on_frame, lambda: end(0), decode_frame)
+    parent = FrameStream(decode_from_parent, on_frame, lambda: end(0))
     await loop.create_unix_connection(lambda: parent, sock=stream)
     status = await ended
     for path in paths:  # A router that was killed could not remove them.

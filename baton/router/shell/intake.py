@@ -18,7 +18,7 @@ from baton.http.auth import AuthFile
 from baton.http.errors import ApiError
 from baton.http.forms import is_form
 from baton.router.fleet.admission import NO_OBJECTIVE, objective_of
-from baton.router.fleet.replica import Replica
+from baton.router.fleet.links import Links
 from baton.router.fleet.turns import session_of
 from baton.router.request.answers import end_to_end
 from baton.router.request.machine import Machine, Request
@@ -50,14 +50,14 @@ class Intake:
     def __init__(
         self,
         requests: Requests,
-        replica: Replica,
+        links: Links,
         in_flight: InFlight,
         auth: AuthFile,
         charges: Charges | None,
     ) -> None:
         """`charges`: None if the settings have no rate limits."""
         self._requests, self._view, self._settings = requests, requests.view, requests.view.settings
-        self._replica, self._in_flight = replica, in_flight
+        self._links, self._in_flight = links, in_flight
         self._auth, self._charges = auth, charges
 
     def take(self, incoming: Incoming, reply: Reply) -> None:
@@ -93,7 +93,7 @@ class Intake:
         if isinstance(incoming.body, ApiError):
             raise incoming.body
         num_max = self._settings.max_requests
-        if self._in_flight.num_requests + self._replica.num_requests_elsewhere > num_max:
+        if self._links.num_requests > num_max:
             raise RouterError.unavailable(f"{num_max} requests are in flight; try again")
         headers = {**self._passed_on(incoming.headers), REQUEST_ID: request_id}
         if (span := recorder.span) is not None:

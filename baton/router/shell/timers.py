@@ -5,17 +5,10 @@ A deadline comes up to `TICK_S` late.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+
+from baton.router.fleet.links import Clock
 
 TICK_S = 0.05
-
-
-class Clock(Protocol):
-    """What is used of an event loop."""
-
-    def time(self) -> float: ...
-
-    def call_later(self, delay: float, callback: Callable[[], None], /) -> object: ...
 
 
 class Deadline:

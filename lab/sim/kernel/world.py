@@ -36,6 +36,7 @@ class World:
         self.rng_of_members = random.Random(f"members {seed}")
         self.rng_of_eviction = random.Random(f"eviction {seed}")
         self.rng_of_updates = random.Random(f"updates {seed}")
+        self.rng_of_notes = random.Random(f"notes {seed}")
         self.faults = self._healthy = healthy
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)

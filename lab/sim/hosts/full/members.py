@@ -64,7 +64,6 @@ class Members:
                     if (leaving := fleet.find(key)) is not None:
                         fleet.drain(leaving, now + DRAIN_S, is_leaving=True)
                         fleet.tell(Drains(key, DRAIN_S, is_leaving=True))
-                        self._hub.watch_drain(leaving)
         if self._membership.held and not self._is_looking:
             self._is_looking = True
             self._world.after(LOOK_S, self._look)

@@ -3,14 +3,13 @@
 Some are lost, repeated or late. A router that is killed sends nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from baton.router.fleet.notes import Load, Note, TurnKept, TurnTaken
+from baton.router.fleet.links import Links
+from baton.router.fleet.notes import Load, Note
 from baton.router.fleet.peers import PeerNote, Peers
 from lab.sim.kernel.world import World
 
-LOAD_S = 0.01
-HEARTBEAT_S = 0.3
 DELAY_S = 0.005
 LOST = TWICE = LATE = 0.05  # Shares of the messages, while faults come.
 LATE_S = 3.0
@@ -18,47 +17,25 @@ SECRET = b"the secret of all routers"
 
 
 class PeerLink:
-    def __init__(
-        self,
-        world: World,
-        peers: type[Peers],
-        *,
-        load: Callable[[], Load],
-        kept: Callable[[], Sequence[TurnKept]],
-        on_note: Callable[[Note], None],
-        on_load: Callable[[], None],
-        faults_end_s: float,
-    ) -> None:
-        """The arguments are those of `baton.router.members.peers.PeerLink`."""
+    """Implements `Link`."""
+
+    load_every_s = 0.01
+
+    def __init__(self, world: World, peers: type[Peers], links: Links, *, faults_end_s: float) -> None:
         self._world, self._rng, self._faults_end_s = world, world.rng_of_peers, faults_end_s
-        self._load, self._kept, self._on_note, self._on_load = load, kept, on_note, on_load
+        self._links = links
         self.peers = peers(f"{self._rng.getrandbits(64):016x}", SECRET)
         self.others: Sequence[PeerLink] = ()
         self.is_alive = True
         self.hears_at_s = 0.0  # The last message that is not late.
-        self._is_load_due = False
-        self._tick()
+        links.join(self)
 
-    def load_has_changed(self) -> None:
-        if not self._is_load_due:
-            self._is_load_due = True
-            self._world.after(LOAD_S, self._send_load)
-
-    def tell(self, note: Note) -> None:
-        if isinstance(note, TurnKept | TurnTaken):
+    def send(self, note: Note) -> None:
+        if self.is_alive and isinstance(note, Load) and self.peers.expire(self._world.now):
+            self._world.count("a router is silent")
+            self._links.hear(self.peers.load(), self)
+        if isinstance(note, PeerNote):
             self._publish([note])
-
-    def _send_load(self) -> None:
-        self._is_load_due = False
-        self._publish([self._load()])
-
-    def _tick(self) -> None:
-        if self.is_alive:
-            self._send_load()
-            if self.peers.expire(self._world.now):
-                self._world.count("a router is silent")
-                self._on_load()
-            self._world.after(HEARTBEAT_S, self._tick)
 
     def _publish(self, notes: list[PeerNote]) -> None:
         if not self.is_alive:
@@ -87,8 +64,8 @@ class PeerLink:
         news = self.peers.read(data, self._world.now, self._world.now)
         for turn in news.turns:
             self._world.count(f"a router's message: {type(turn).__name__}")
-            self._on_note(turn)
+            self._links.hear(turn, self)
         if news.has_new_load:
-            self._on_load()
+            self._links.hear(self.peers.load(), self)
         if news.is_new:
-            self._publish(list(self._kept()))
+            self._publish([*self._links.replica.kept_turns()])
