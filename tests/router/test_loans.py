@@ -82,7 +82,7 @@ async def test_a_push_that_d_will_not_have(answer: str) -> None:
     d.respond = unwilling
     async with introduced_system([p], [d], mode="push", decode_attempts=1) as s:
         asking = asyncio.create_task(stream(s))
-        while s.router.metrics.prefill_seconds._sum.get() == 0:
+        while s.router.metrics.of("prefill_seconds")._sum.get() == 0:
             await s.client.get("/fleet")
         p_has_said.set()
         await p.heard_of_loan.wait()
@@ -96,7 +96,7 @@ async def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
     p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
     async with introduced_system([p], [d], mode=mode) as s:
         asking = asyncio.create_task(s.complete(stream=True, max_tokens=3))
-        while s.router.metrics.prefill_seconds._sum.get() == 0:
+        while s.router.metrics.of("prefill_seconds")._sum.get() == 0:
             await s.client.get("/fleet")
         asking.cancel()
         await p.heard_of_loan.wait()
@@ -237,7 +237,7 @@ async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
     async with introduced_system([p], [d], mode="push", first_token=False) as s:
         asking = asyncio.create_task(s.complete(stream=True))
         await d_answers.wait()
-        while s.router.metrics.first_byte_seconds._sum.get() == 0:
+        while s.router.metrics.of("first_byte_seconds")._sum.get() == 0:
             await s.client.get("/fleet")
         may_lend.set()
         read = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}} 1.0'

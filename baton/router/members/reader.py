@@ -176,7 +176,7 @@ class Members:
                 why = f"nothing was heard for {source.silent_after_s:g} s"
             except (SourceFailed, UserError) as error:
                 why = str(error)
-            self._metrics.source_failures.labels(source.name).inc()
+            self._metrics.of("source_failures", source.name).inc()
             if why != state.reason:
                 logger.error("%s: %s; the last members stay", source.name, why)
             state.state, state.reason = "failed", why
@@ -186,7 +186,7 @@ class Members:
     def _take(self, listing: Listing, state: SourceState, may_be_empty: bool) -> None:
         """Raises SourceFailed if no entry can be read."""
         skipped = dict(sorted(listing.skipped.items()))
-        self._metrics.source_skipped.labels(state.name).set(len(skipped))
+        self._metrics.of("source_skipped_entries", state.name).set(len(skipped))
         for name, why in skipped.items() - state.skipped.items():
             logger.warning("%s: the entry %s is skipped: %s", state.name, name, why)
         state.skipped = skipped
@@ -206,7 +206,7 @@ class Members:
 
     def _hear(self, source: str, members: Iterable[Member]) -> None:
         self._carry_out(self._membership.hear(source, members, self._loop.time(), self._serving), source)
-        self._metrics.source_members.labels(source).set(self._membership.named_by(source))
+        self._metrics.of("source_members", source).set(self._membership.named_by(source))
 
     def _look(self) -> None:
         self._carry_out(self._membership.look(self._loop.time(), self._serving), "others serve")
@@ -226,18 +226,18 @@ class Members:
                     self._fleet.tell(Joined(member))
                     if known is None:
                         self._prober.watch(engine)
-                    self._metrics.member_changes.labels("joined").inc()
+                    self._metrics.of("member_changes", "joined").inc()
                 case Leave(key):
                     if (leaving := self._fleet.find(key)) is not None:
                         logger.info("%s engine %s leaves: %s", *key, why)
                         done.append(self.drain(leaving, self._drain_s, is_leaving=True))
-                    self._metrics.member_changes.labels("left").inc()
+                    self._metrics.of("member_changes", "left").inc()
                 case Hold(key):
                     logger.warning(
                         "no source names the %s engine %s; it stays, as one of the last of its role",
                         *key,
                     )
-                    self._metrics.member_changes.labels("held").inc()
+                    self._metrics.of("member_changes", "held").inc()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

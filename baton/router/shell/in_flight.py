@@ -48,7 +48,7 @@ class InFlight:
         self._recent.begin(recorder)
         self.num_requests += 1
         self._is_idle.clear()
-        self._metrics.in_flight.set(self.num_requests)
+        self._metrics.of("in_flight").set(self.num_requests)
         return recorder
 
     def hand_to(self, handler: RequestDriver | Charging, recorder: Recorder, reply: Reply) -> None:
@@ -72,7 +72,7 @@ class InFlight:
         self.num_requests -= 1
         if not self.num_requests:
             self._is_idle.set()
-        self._metrics.in_flight.set(self.num_requests)
+        self._metrics.of("in_flight").set(self.num_requests)
         self._metrics.observe(timeline)
 
     def find(self, request_id: str | None) -> list[RequestTimeline]:

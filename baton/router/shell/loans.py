@@ -27,7 +27,7 @@ class LoanReturns:
         """Returns at once. `params`: the `kv_transfer_params` of the engine's answer."""
         outcome = self._queue.put(engine, params)
         if outcome is not None:
-            self._metrics.loan_returns.labels(outcome).inc()
+            self._metrics.of("loan_returns", outcome).inc()
             logger.warning("%d loans wait to be taken back; one more ends by time", QUEUED_MAX)
         self._go_on()
 
@@ -57,6 +57,6 @@ class LoanReturns:
                 outcome = loan.on_answer(answer.status)
             except (TimeoutError, AskFailed) as error:
                 outcome = loan.on_failure(repr(error))
-        self._metrics.loan_returns.labels(outcome).inc()
+        self._metrics.of("loan_returns", outcome).inc()
         if outcome == "failed":
             logger.warning("%s did not take back a loan, which ends by time: %s", loan.engine.url, loan.why)

@@ -1,8 +1,7 @@
 """Metrics of the router, in a registry of its own (so that two routers fit into one process)."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -23,9 +22,125 @@ Samples: TypeAlias = dict[str, Family]  # Families of one process, by metric.
 GAUGES = ("baton:router_in_flight", "baton:router_waiting")  # Gauges that are summed over processes.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
-_LEG_LABELS = ("role", "engine", "outcome")
-_HANDOFF_LABELS = ("prefill", "decode", "outcome")
-_TOKEN_LABELS = ("role", "engine", "source")
+# By name, without the prefix: documentation, and labels, or the buckets of a histogram.
+_FAMILIES: Mapping[str, tuple[type[Any], str, Sequence[Any]]] = {
+    "requests": (
+        Counter,
+        "Requests of clients, by the status that they got (499: the client went away).",
+        ["status"],
+    ),
+    "in_flight": (Gauge, "Requests being served.", ()),
+    "waiting": (Gauge, "Of these, requests in the router's queue.", ()),
+    "legs": (
+        Counter,
+        "Legs to engines by outcome: an HTTP status, closed, unreachable, broken, timeout or cancelled.",
+        ["role", "engine", "outcome"],
+    ),
+    "prefills": (Counter, "Where prompts were prefilled: remote, or local and why.", ["where", "reason"]),
+    "pushes": (
+        Counter,
+        "Prompts to be pushed, by when the decode leg left: at_once, late (before P had answered), or "
+        "after, as a pull's.",
+        ["decode_leg"],
+    ),
+    "retries": (Counter, "Legs tried again on another engine.", ["role"]),
+    "retries_refused": (Counter, "Legs not tried again, nor hedged, because too many had been.", ()),
+    "hedges": (Counter, "Prefill legs sent to a second engine because the first one was late.", ()),
+    "hedges_won": (Counter, "Of these, the legs whose answer was used.", ()),
+    "admissions": (
+        Counter,
+        "Requests by what the queue did: at_once, after_waiting, refused (early, or the queue was full), "
+        "or given_up (after waiting).",
+        ["outcome"],
+    ),
+    "rate_limits": (
+        Counter,
+        "Requests of tenants with limits by outcome: let_in, refused (429), or unavailable (let in, "
+        "because the counts could not be reached).",
+        ["outcome"],
+    ),
+    "queue_seconds": (
+        Histogram,
+        "In the router's queue, of requests that had to wait and went on.",
+        _SECONDS,
+    ),
+    "member_changes": (
+        Counter,
+        "Members of the fleet that joined or changed, left, or were held as the last ones of their role.",
+        ["change"],
+    ),
+    "source_members": (Gauge, "Members that a source named last.", ["source"]),
+    "source_skipped_entries": (
+        Gauge,
+        "Entries of a source that cannot be read, and are skipped.",
+        ["source"],
+    ),
+    "source_failures": (
+        Counter,
+        "Times that a source of members could not be read, or was silent.",
+        ["source"],
+    ),
+    "broken_streams": (
+        Counter,
+        "Streams that ended with an error event because the decode engine failed.",
+        (),
+    ),
+    "resumed_streams": (
+        Counter,
+        "Streams that another decode engine has continued: broken (the first one failed), or planned (it "
+        "drains).",
+        ["why"],
+    ),
+    "first_tokens": (
+        Counter,
+        "First tokens of streams that came from the prefill engine, and that the decode engine agreed "
+        "with or not.",
+        ["agreed"],
+    ),
+    "handoffs": (
+        Counter,
+        "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
+        "(by itself), late (computed, because the prefill took longer than it waits), "
+        "refused (the ticket or the introduction), or other_weights (computed, because the "
+        "weights of one engine have changed).",
+        ["prefill", "decode", "outcome"],
+    ),
+    "stored_loans": (
+        Counter,
+        "Times that an engine was asked to lend what it has of a prompt, by its answer: lent, nothing or "
+        "failed.",
+        ["outcome"],
+    ),
+    "loan_returns": (
+        Counter,
+        "Loans that no decode engine comes for, by what became of their return: returned, failed or dropped.",
+        ["outcome"],
+    ),
+    "prefill_seconds": (Histogram, "Of the prefill leg.", _SECONDS),
+    "first_byte_seconds": (
+        Histogram,
+        "From the whole request received to the first byte of the answer.",
+        _SECONDS,
+    ),
+    "time_to_first_token_seconds": (
+        Histogram,
+        "Of streams: from the whole request received to the first piece of the answer.",
+        _SECONDS,
+    ),
+    "inter_token_latency_seconds": (Histogram, "Between two pieces of a stream to the client.", _GAP_S),
+    "e2e_request_latency_seconds": (
+        Histogram,
+        "Of answers with status 200: from the whole request received to the last byte of the answer.",
+        _SECONDS,
+    ),
+    "prompt_tokens": (
+        Counter,
+        "Tokens of prompts by the engine that answered, and what it did: computed, cached (it had their "
+        "KV), or loaded (from another engine or a tier). Of engines that report it.",
+        ["role", "engine", "source"],
+    ),
+    "generation_tokens": (Counter, "Tokens of answers.", ()),
+}
 
 
 class RouterMetrics:
@@ -33,153 +148,23 @@ class RouterMetrics:
         self._fleet = fleet
         self._gone: set[str] = set()
         self.registry = CollectorRegistry()
-        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # Children, by metric and labels.
-        counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self.requests = counter(
-            "baton:router_requests",
-            "Requests of clients, by the status that they got (499: the client went away).",
-            ["status"],
-        )
-        self.in_flight = gauge("baton:router_in_flight", "Requests being served.")
-        self.waiting = gauge("baton:router_waiting", "Of these, requests in the router's queue.")
-        self.legs = counter(
-            "baton:router_legs",
-            "Legs to engines by outcome: an HTTP status, closed, unreachable, broken, timeout or cancelled.",
-            _LEG_LABELS,
-        )
-        self.prefills = counter(
-            "baton:router_prefills",
-            "Where prompts were prefilled: remote, or local and why.",
-            ["where", "reason"],
-        )
-        self.pushes = counter(
-            "baton:router_pushes",
-            "Prompts to be pushed, by when the decode leg left: at_once, late (before P had answered), or "
-            "after, as a pull's.",
-            ["decode_leg"],
-        )
-        self.retries = counter("baton:router_retries", "Legs tried again on another engine.", ["role"])
-        self.retries_refused = counter(
-            "baton:router_retries_refused", "Legs not tried again, nor hedged, because too many had been."
-        )
-        self.hedges = counter(
-            "baton:router_hedges", "Prefill legs sent to a second engine because the first one was late."
-        )
-        self.hedges_won = counter("baton:router_hedges_won", "Of these, the legs whose answer was used.")
-        self.admissions = counter(
-            "baton:router_admissions",
-            "Requests by what the queue did: at_once, after_waiting, refused (early, or the queue was full), "
-            "or given_up (after waiting).",
-            ["outcome"],
-        )
-        self.rate_limits = counter(
-            "baton:router_rate_limits",
-            "Requests of tenants with limits by outcome: let_in, refused (429), or unavailable (let in, "
-            "because the counts could not be reached).",
-            ["outcome"],
-        )
-        outcomes = ("let_in", "refused", "unavailable")
-        self._charged = {outcome: self.rate_limits.labels(outcome) for outcome in outcomes}
-        self.queue_seconds = histogram(
-            "baton:router_queue_seconds",
-            "In the router's queue, of requests that had to wait and went on.",
-            buckets=_SECONDS,
-        )
-        self.member_changes = counter(
-            "baton:router_member_changes",
-            "Members of the fleet that joined or changed, left, or were held as the last ones of their role.",
-            ["change"],
-        )
-        self.source_members = gauge(
-            "baton:router_source_members", "Members that a source named last.", ["source"]
-        )
-        self.source_skipped = gauge(
-            "baton:router_source_skipped_entries",
-            "Entries of a source that cannot be read, and are skipped.",
-            ["source"],
-        )
-        self.source_failures = counter(
-            "baton:router_source_failures",
-            "Times that a source of members could not be read, or was silent.",
-            ["source"],
-        )
-        self.broken_streams = counter(
-            "baton:router_broken_streams",
-            "Streams that ended with an error event because the decode engine failed.",
-        )
-        self.resumed_streams = counter(
-            "baton:router_resumed_streams",
-            "Streams that another decode engine has continued: broken (the first one failed), or planned (it "
-            "drains).",
-            ["why"],
-        )
-        self.first_tokens = counter(
-            "baton:router_first_tokens",
-            "First tokens of streams that came from the prefill engine, and that the decode engine agreed "
-            "with or not.",
-            ["agreed"],
-        )
-        self.handoffs = counter(
-            "baton:router_handoffs",
-            "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
-            "(by itself), late (computed, because the prefill took longer than it waits), "
-            "refused (the ticket or the introduction), or other_weights (computed, because the "
-            "weights of one engine have changed).",
-            _HANDOFF_LABELS,
-        )
-        self.stored_loans = counter(
-            "baton:router_stored_loans",
-            "Times that an engine was asked to lend what it has of a prompt, by its answer: lent, nothing or "
-            "failed.",
-            ["outcome"],
-        )
-        self.loan_returns = counter(
-            "baton:router_loan_returns",
-            "Loans that no decode engine comes for, by what became of their return: returned, failed or "
-            "dropped.",
-            ["outcome"],
-        )
-        self.prefill_seconds = histogram(
-            "baton:router_prefill_seconds", "Of the prefill leg.", buckets=_SECONDS
-        )
-        self.first_byte_seconds = histogram(
-            "baton:router_first_byte_seconds",
-            "From the whole request received to the first byte of the answer.",
-            buckets=_SECONDS,
-        )
-        self.first_token = histogram(
-            "baton:router_time_to_first_token_seconds",
-            "Of streams: from the whole request received to the first piece of the answer.",
-            buckets=_SECONDS,
-        )
-        self.between_pieces = histogram(
-            "baton:router_inter_token_latency_seconds",
-            "Between two pieces of a stream to the client.",
-            buckets=_GAP_S,
-        )
-        self.end_to_end = histogram(
-            "baton:router_e2e_request_latency_seconds",
-            "Of answers with status 200: from the whole request received to the last byte of the answer.",
-            buckets=_SECONDS,
-        )
-        self.prompt_tokens = counter(
-            "baton:router_prompt_tokens",
-            "Tokens of prompts by the engine that answered, and what it did: computed, cached (it had their "
-            "KV), or loaded (from another engine or a tier). Of engines that report it.",
-            _TOKEN_LABELS,
-        )
-        self.generation_tokens = counter("baton:router_generation_tokens", "Tokens of answers.")
+        self._children: dict[tuple[str, ...], Any] = {}  # Children, by metric and labels.
+        self._families: dict[str, Any] = {}
+        for name, (kind, text, more) in _FAMILIES.items():
+            given: dict[str, Any] = {"buckets" if kind is Histogram else "labelnames": more}
+            self._families[name] = kind(f"baton:router_{name}", text, registry=self.registry, **given)
+        for outcome in ("let_in", "refused", "unavailable"):
+            self.charged(outcome, 0)
+        self.between_pieces = self.of("inter_token_latency_seconds")
         self.registry.register(_FleetCollector(fleet, pairs))
 
-    def charged(self, outcome: str) -> None:
+    def charged(self, outcome: str, num: int = 1) -> None:
         """Count a request's charge to its tenant's limits, by outcome."""
-        self._charged[outcome].inc()
+        self.of("rate_limits", outcome).inc(num)
 
     def count(self, effect: Count) -> None:
         """Carry out what a request's machine asks for."""
-        child = self._child(effect.metric, effect.labels)
+        child = self.of(effect.metric, *effect.labels)
         if effect.value is None:
             child.inc()
         else:
@@ -187,16 +172,16 @@ class RouterMetrics:
 
     def observe(self, timeline: RequestTimeline) -> None:
         """Count a request that has ended."""
-        self._child("requests", (str(timeline.status),)).inc()
+        self.of("requests", str(timeline.status)).inc()
         for leg in timeline.legs:
             self._observe_prompt(leg)
         if timeline.output_tokens:
-            self.generation_tokens.inc(timeline.output_tokens)
+            self.of("generation_tokens").inc(timeline.output_tokens)
         if timeline.status != 200 or timeline.first_byte_s is None or timeline.last_byte_s is None:
             return
-        self.end_to_end.observe(timeline.last_byte_s)
+        self.of("e2e_request_latency_seconds").observe(timeline.last_byte_s)
         if timeline.is_stream:
-            self.first_token.observe(timeline.first_byte_s)
+            self.of("time_to_first_token_seconds").observe(timeline.first_byte_s)
 
     def _observe_prompt(self, leg: LegTimeline) -> None:
         if leg.prompt_tokens is None:
@@ -205,13 +190,14 @@ class RouterMetrics:
         computed = max(0, leg.prompt_tokens - cached - loaded)
         for source, num_tokens in (("computed", computed), ("cached", cached), ("loaded", loaded)):
             if num_tokens:
-                self._child("prompt_tokens", (leg.role, leg.engine, source)).inc(num_tokens)
+                self.of("prompt_tokens", leg.role, leg.engine, source).inc(num_tokens)
 
-    def _child(self, metric: str, labels: tuple[str, ...]) -> Any:
-        key = (metric, labels)
+    def of(self, *key: str) -> Any:
+        """The metric with this name, without the prefix, and these labels."""
         child = self._children.get(key)
         if child is None:
-            family = getattr(self, metric)
+            metric, *labels = key
+            family = self._families[metric]
             child = self._children[key] = family.labels(*labels) if labels else family
         return child
 
@@ -223,12 +209,8 @@ class RouterMetrics:
         gone = self._gone - {engine.url for engine in self._fleet.engines}
         self._gone.clear()
         self._children.clear()
-        by_engine = (
-            (self.legs, _LEG_LABELS),
-            (self.handoffs, _HANDOFF_LABELS),
-            (self.prompt_tokens, _TOKEN_LABELS),
-        )
-        for metric, names in by_engine:
+        for name in ("legs", "handoffs", "prompt_tokens"):
+            metric, names = self._families[name], _FAMILIES[name][2]
             series = {
                 tuple(found.labels[name] for name in names) for found in next(iter(metric.collect())).samples
             }

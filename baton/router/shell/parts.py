@@ -46,7 +46,7 @@ class Parts:
         self.links = Links(Replica(self.view), self._loop)
         self.fleet.tell, self.fleet.on_load = self.links.tell, self.links.load_has_changed
         if (admission := self.view.admission) is not None:
-            self.metrics.waiting.set_function(lambda: admission.num_waiting)
+            self.metrics.of("waiting").set_function(lambda: admission.num_waiting)
         self.fleet.on_removed += [self.pairs.forget, self.metrics.forget]
 
     def _watch_drain(self, engine: Engine) -> None:
