@@ -136,7 +136,7 @@ def test_http() -> None:
             "value of x-baton-prompt": quoted(r"total=\{\}.*", *FRONTS),
             "health of the router": written(r'\{"status": "(\w+)"', "baton/router"),
             "router's labels": written(
-                r'(?:\.\w+\.labels\(|\bcount\("\w+", |\bcount_first\(|_push\()"(\w+)"', "baton/router"
+                r'(?:\.of\("\w+", |\bcount\("\w+", |\bcount_first\(|_push\()"(\w+)"', "baton/router"
             ),
             "outcomes of loan returns": " ".join(get_args(LoanOutcome)),
         },

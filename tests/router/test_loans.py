@@ -151,7 +151,7 @@ async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.Mon
     assert len(returns._under_way) == at_once
     returns.take_back(gone, {})
     while returns._under_way:
-        await asyncio.wait(returns._under_way)
+        await asyncio.wait(returns._under_way._running)
     failed = metrics.registry.get_sample_value("baton:router_loan_returns_total", {"outcome": "failed"})
     assert failed == 2 * at_once
     await returns.close()

@@ -14,6 +14,7 @@ from baton.core.errors import PeerError
 from baton.router.fleet.links import NOTHING, Links
 from baton.router.fleet.notes import Load, Note
 from baton.router.fleet.peers import PeerNote, Peers
+from baton.router.shell.tasks import Tasks
 from baton.router.values.settings import PeerSettings
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class PeerLink:
         self._context = zmq.asyncio.Context()
         self._out: zmq.asyncio.Socket | None = None
         self._in: zmq.asyncio.Socket | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self.endpoint = settings.bind
 
     def start(self) -> None:
@@ -55,8 +56,7 @@ class PeerLink:
         self._in.setsockopt(zmq.SUBSCRIBE, b"")
         for endpoint in self._settings.routers:
             self._in.connect(endpoint)
-        self._reading = asyncio.create_task(self._read())
-        self._reading.add_done_callback(self._hear_end)
+        self._tasks.start(self._read(), "the link to other routers has ended; this router goes on alone")
         self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self._links.join(self)
 
@@ -78,9 +78,7 @@ class PeerLink:
         self._links.leave(self)
         if self._out is not None:
             self._publish([NOTHING])
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        await self._tasks.close()
         for one in (self._out, self._in):
             if one is not None:
                 one.close()
@@ -88,10 +86,6 @@ class PeerLink:
 
     def snapshot(self) -> list[Mapping[str, Any]]:
         return self.peers.snapshot(self._loop.time())
-
-    def _hear_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("the link to other routers has ended; this router goes on alone", exc_info=error)
 
     def _publish(self, notes: list[PeerNote]) -> None:
         assert self._out is not None

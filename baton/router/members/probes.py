@@ -7,7 +7,6 @@ from typing import Annotated
 
 import msgspec
 
-from baton.core.errors import BatonError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
@@ -40,10 +39,6 @@ class Prober:
     def stop(self) -> None:
         """`run` ends once the probes in flight have."""
         self._stopping.set()
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping.is_set()
 
     async def run(self) -> None:
         async with self._tasks:
@@ -104,7 +99,3 @@ def _admin_port_in(body: bytes) -> int | None:
         return decode_json(body, _Health).admin_port
     except NotJson:
         return None
-
-
-class ProberDied(BatonError):
-    """The task that watches the engines has ended: the router would not notice a failed engine."""

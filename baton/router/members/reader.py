@@ -16,6 +16,7 @@ from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.notes import Drains, Joined
 from baton.router.members.probes import Prober
 from baton.router.shell.metrics import RouterMetrics
+from baton.router.shell.tasks import Tasks
 from baton.router.values.members import (
     ROLES,
     Hold,
@@ -116,7 +117,7 @@ class Members:
         on_fault: Callable[[str], None],
     ) -> None:
         """`on_fault`: a task that reads a source has ended with a defect."""
-        self._fleet, self._prober, self._metrics, self._on_fault = fleet, prober, metrics, on_fault
+        self._fleet, self._prober, self._metrics = fleet, prober, metrics
         self._drain_s = settings.drain_timeout_s
         self._loop = asyncio.get_running_loop()
         self.registrations = RegistrationSource()
@@ -124,25 +125,20 @@ class Members:
         first = frozenset(engine.member for engine in fleet.engines)
         self._membership = Membership([*(one.name for one in self._sources), OPTIONS], first)
         self._options = frozenset(Member(role, url) for role in ROLES for url in settings.option_urls(role))
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks(on_fault)
         self._timer: asyncio.TimerHandle | None = None
         self._states = {one.name: SourceState(one.name) for one in self._sources}
 
     def start(self) -> None:
         self._hear(OPTIONS, self._options)
-        self._tasks = [
-            asyncio.create_task(self._watch(one), name=f"members of {one.name}") for one in self._sources
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._hear_end)
+        for one in self._sources:
+            fault = f"the task that reads the members of {one.name} has ended"
+            self._tasks.start(self._watch(one), fault)
 
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def reload(self) -> None:
         """Read every source anew."""
@@ -152,12 +148,6 @@ class Members:
 
     def _shown_sources(self) -> str:
         return ", ".join(one.name for one in self._sources)
-
-    def _hear_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            why = f"the task that reads the {task.get_name()} has ended: {error!r}"
-            logger.critical("%s", why, exc_info=error)
-            self._on_fault(why)
 
     async def _watch(self, source: Source) -> None:
         pause_s, state = RETRY_FIRST_S, self._states[source.name]

@@ -12,6 +12,7 @@ from baton.router.operator import page
 from baton.router.request.pass_through import FORM_PATHS
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.engine_http import EnginePool
+from baton.router.shell.tasks import Tasks
 from baton.router.values.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,10 @@ class ClientAuth:
 
     def __init__(self, settings: RouterSettings, auth: AuthFile, on_fault: Callable[[str], None]) -> None:
         """`on_fault`: the task that fetches keys has ended with a defect."""
-        self._on_fault = on_fault
         self._settings, self._auth, self._loop = settings, auth, asyncio.get_running_loop()
         self._jwt = settings.doors.auth.jwt
         self._is_due = asyncio.Event()
-        self._fetching: asyncio.Task[None] | None = None
+        self._tasks = Tasks(on_fault)
         self._verifier = None
         if self._jwt is not None:
             self._verifier = JwtVerifier(self._jwt, on_due=self._is_due.set)
@@ -51,18 +51,11 @@ class ClientAuth:
 
     def start(self) -> None:
         if self._jwt is not None and self._jwt.jwks_url is not None:
-            self._fetching = asyncio.create_task(self._keep_fresh(self._jwt.jwks_url))
-            self._fetching.add_done_callback(self._hear_end)
+            work = self._keep_fresh(self._jwt.jwks_url)
+            self._tasks.start(work, "the keys of tokens are not fetched any more")
 
     async def close(self) -> None:
-        if self._fetching is not None:
-            self._fetching.cancel()
-            await asyncio.gather(self._fetching, return_exceptions=True)
-
-    def _hear_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("the keys of tokens are not fetched any more", exc_info=error)
-            self._on_fault(f"the keys of tokens are not fetched any more: {error!r}")
+        await self._tasks.close()
 
     async def _keep_fresh(self, url: str) -> None:
         assert self._verifier is not None

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
@@ -13,7 +12,7 @@ from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
 from baton.router.fleet.engine import Engine
 from baton.router.members.peers import PeerLink
-from baton.router.members.probes import Prober, ProberDied
+from baton.router.members.probes import Prober
 from baton.router.members.reader import Members, Source
 from baton.router.operator import admin, page
 from baton.router.operator.feed import LATEST, SNAPSHOT, Feed
@@ -24,6 +23,7 @@ from baton.router.shell.client_http import DEFECT, Incoming, Reply
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
+from baton.router.shell.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class AdminPages:
 
     def __init__(self, administration: Administration) -> None:
         self._administration = administration
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = Tasks()
         self._feed = Feed(lambda path: administration.answer("GET", path, {}, b""))
 
     def serve(self, incoming: Incoming, reply: Reply) -> None:
@@ -65,9 +65,8 @@ class AdminPages:
             if incoming.path == STREAM:
                 return self._feed.join(incoming, reply)
             return reply.whole(*page.file_at(incoming.path))
-        call = asyncio.create_task(self._answer(incoming, incoming.body, reply))
-        self._calls.add(call)
-        return call.add_done_callback(self._calls.discard)
+        self._calls.start(self._answer(incoming, incoming.body, reply), f"{incoming.path}: no answer")
+        return None
 
     async def _answer(self, incoming: Incoming, body: bytes, reply: Reply) -> None:
         method, path, headers = incoming.method, incoming.path, incoming.headers
@@ -80,9 +79,7 @@ class AdminPages:
 
     async def close(self) -> None:
         await self._feed.close()
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._calls.close()
 
 
 def not_found(incoming: Incoming) -> ApiError:
@@ -106,7 +103,7 @@ class Control:
 
         `on_fault`: a task that watches the engines, or reads `sources` of members, has ended.
         """
-        self._parts, self._collect, self._recent, self._on_fault = parts, collect, recent, on_fault
+        self._parts, self._collect, self._recent, self._tasks = parts, collect, recent, Tasks(on_fault)
         settings = parts.settings
         self.index_owner = self.index = self.peers = None
         if settings.kv_events:
@@ -127,17 +124,10 @@ class Control:
         if self.index_owner is not None and self.index is not None:
             self.index_owner.start()
             self.index.connect()
-        self._watch = asyncio.create_task(self.prober.run(), name="baton-router-prober")
-        self._watch.add_done_callback(self._hear_prober)
+        fault = "the task that watches the engines has ended"
+        self._watch = self._tasks.start(self.prober.run(), fault)
         self.members.start()
         self._live.start()
-
-    def _hear_prober(self, watch: asyncio.Task[None]) -> None:
-        if watch.cancelled() or self.prober.is_stopping:
-            return
-        fault = ProberDied(f"the task that watches the engines has ended: {watch.exception()!r}")
-        logger.critical("%s", fault, exc_info=watch.exception())
-        self._on_fault(str(fault))
 
     async def close(self) -> None:
         await self.members.close()
@@ -145,9 +135,7 @@ class Control:
         self.prober.stop()
         if self._watch is not None:
             await asyncio.wait({self._watch}, timeout=LAST_PROBES_S)
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
-                await self._watch
+        await self._tasks.close()
         if self.peers is not None:
             await self.peers.close()
         if self.index_owner is not None and self.index is not None:

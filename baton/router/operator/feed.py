@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from baton.http.errors import ApiError
 from baton.router.operator.admin import Reply as Answer
 from baton.router.shell.client_http import Incoming, Reply
+from baton.router.shell.tasks import Tasks
 
 EVERY_S = 1.0
 VIEWERS_MAX = 16
@@ -57,7 +58,7 @@ class Feed:
         self._ask = ask
         self._viewers: set[_Viewer] = set()
         self._ticking: asyncio.Task[None] | None = None
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
 
@@ -72,11 +73,9 @@ class Feed:
             return viewer.send(b"", is_last=True)
         viewer.send(b"retry: 2000\n\n")
         self._viewers.add(viewer)
-        greeting = self._loop.create_task(self._greet(viewer))
-        self._greeting.add(greeting)
-        greeting.add_done_callback(self._greeting.discard)
+        self._tasks.start(self._greet(viewer), "a viewer of the fleet gets no snapshot")
         if self._ticking is None or self._ticking.done():
-            self._ticking = self._loop.create_task(self._tick())
+            self._ticking = self._tasks.start(self._tick(), "the fleet's viewers get no events any more")
         return None
 
     async def _greet(self, viewer: _Viewer) -> None:
@@ -123,7 +122,4 @@ class Feed:
 
     async def close(self) -> None:
         self.end()
-        tasks = [*self._greeting, *([self._ticking] if self._ticking is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()

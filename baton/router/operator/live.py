@@ -24,6 +24,7 @@ from baton.router.operator.latency_history import COLUMN_S, Cumulative, LatencyH
 from baton.router.shell.asking import AskFailed
 from baton.router.shell.metrics import Family, Samples
 from baton.router.shell.parts import Parts
+from baton.router.shell.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +69,15 @@ class Live:
         self._making = asyncio.Lock()
         self._totals: list[_Totals] = []  # The last two.
         self._readings: dict[Engine, deque[_Reading]] = {}
-        self._reading: dict[Engine, asyncio.Task[None]] = {}
+        self._reading: set[Engine] = set()
+        self._tasks = Tasks()
         self._read_at_s = -inf
-        self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._keeping = self._loop.create_task(self._keep_history(), name="baton-router-latencies")
-        self._keeping.add_done_callback(_hear_end)
+        self._tasks.start(self._keep_history(), "the latencies over time are not kept any more")
 
     async def close(self) -> None:
-        tasks = [*self._reading.values(), *([self._keeping] if self._keeping is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _keep_history(self) -> None:
         while True:
@@ -185,7 +182,8 @@ class Live:
             del self._readings[gone]
         for engine in engines:
             if engine.is_up and engine not in self._reading:
-                self._reading[engine] = self._loop.create_task(self._read(engine))
+                self._reading.add(engine)
+                self._tasks.start(self._read(engine), f"the metrics of {engine.url} cannot be read")
 
     async def _read(self, engine: Engine) -> None:
         try:
@@ -193,7 +191,7 @@ class Live:
         except (TimeoutError, AskFailed):
             return
         finally:
-            del self._reading[engine]
+            self._reading.discard(engine)
         if answer.status == 200 and not engine.is_removed:
             metrics = engine_metrics.read_metrics(answer.body.decode(errors="replace"))
             readings = self._readings.setdefault(engine, deque(maxlen=NUM_READINGS))
@@ -227,11 +225,6 @@ class Live:
             for peer, one in rates.items():
                 flows[names.get(peer, peer), engine.url] = one
         return flows
-
-
-def _hear_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the latencies over time are not kept any more", exc_info=error)
 
 
 def _totals(samples: Samples, now_s: float) -> _Totals:

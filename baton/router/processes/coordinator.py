@@ -30,6 +30,7 @@ from baton.router.processes.messages import (
 from baton.router.processes.workers import WorkerProcess, Workers
 from baton.router.shell.frames import Asked
 from baton.router.shell.parts import Parts
+from baton.router.shell.tasks import Tasks
 from baton.router.shell.timers import TimerWheel
 from baton.router.values.settings import RouterSettings
 
@@ -70,7 +71,7 @@ class Coordinator:
             self._limits = RateLimits(self._ports.auth)
         self._where: tuple[str, int, bool] = ("", 0, False)  # Host, port, and whether there is an admin port.
         self._reserved: list[socket.socket] = []
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering = Tasks()
         self._fault: str | None = None
 
     # --- Its life
@@ -106,9 +107,7 @@ class Coordinator:
         await self._ports.close(timeout_s)
         await self._control.close()
         await self._pages.close()
-        for task in self._answering:
-            task.cancel()
-        await asyncio.gather(*self._answering, return_exceptions=True)
+        await self._answering.close()
         await self._parts.close()
         for reserved in self._reserved:
             reserved.close()
@@ -130,9 +129,8 @@ class Coordinator:
             case Happened():
                 self._parts.fleet.roster.log.note(frame, time.time())
             case Asked(_, Administer() as question):
-                task = asyncio.create_task(self._administer(worker, frame, question))
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
+                work = self._administer(worker, frame, question)
+                self._answering.start(work, f"{question.path}: no answer")
             case Asked(_, Charge(tenant, num_prompt_tokens)):
                 assert self._limits is not None
                 verdict = self._limits.charge_here(tenant, num_prompt_tokens)

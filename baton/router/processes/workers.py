@@ -20,6 +20,7 @@ from baton.router.processes.messages import (
 from baton.router.request.timeline import RequestTimeline, latest_first
 from baton.router.shell.frames import FrameStream, Process, start_process
 from baton.router.shell.metrics import GAUGES, Samples, sum_families
+from baton.router.shell.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +82,20 @@ class Workers:
 
         `on_fault`: a task that watches the workers has ended.
         """
-        self._on_start, self._pass_on, self._on_end, self._on_fault = on_start, on_frame, on_end, on_fault
+        self._on_start, self._pass_on, self._on_end = on_start, on_frame, on_end
         self.running: dict[int, WorkerProcess] = {}
         self._num_started = 0
         self._first_ones = [asyncio.get_running_loop().create_future() for _ in range(num_workers)]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks(on_fault)
+        self._keepers: list[asyncio.Task[None]] = []
         self._ended: Samples = {}  # Sums over the workers that have ended.
         self._is_ending = False
 
     async def start(self) -> None:
         """Return when all workers listen. Raises NotStarted."""
-        self._tasks = [asyncio.create_task(self._keep(first)) for first in self._first_ones]
-        self._tasks.append(asyncio.create_task(self._tick()))
-        for task in self._tasks:
-            task.add_done_callback(self._hear_end)
+        fault = "a task that watches the workers has ended"
+        self._keepers = [self._tasks.start(self._keep(first), fault) for first in self._first_ones]
+        self._tasks.start(self._tick(), fault)
         try:
             async with asyncio.timeout(START_S):
                 await asyncio.gather(*self._first_ones)
@@ -106,20 +107,12 @@ class Workers:
         self._is_ending = True
         logger.info("draining %d workers for at most %g s", len(self.running), timeout_s)
         self.send(Drain(timeout_s))
-        keepers = self._tasks[: len(self._first_ones)]
-        await asyncio.wait(keepers, timeout=timeout_s + CLOSING_S + EXIT_S)
+        await asyncio.wait(self._keepers, timeout=timeout_s + CLOSING_S + EXIT_S)
 
     async def close(self) -> None:
         """End the workers that are left."""
         self._is_ending = True
-        for task in self._tasks:
-            task.cancel()  # A keeper kills its worker.
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _hear_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("a task that watches the workers has ended", exc_info=error)
-            self._on_fault(f"a task that watches the workers has ended: {error!r}")
+        await self._tasks.close()  # A keeper kills its worker.
 
     async def _keep(self, first: asyncio.Future[None]) -> None:
         """Keep one worker running; start its successors. `first` has a result when the first one listens."""

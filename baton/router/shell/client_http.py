@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -33,6 +33,7 @@ from baton.http.forms import is_form
 from baton.http.gate import Checks, origin_form
 from baton.http.settings import HttpSettings
 from baton.http.tls import BACKLOG, ServerTls, TlsAcceptor, TlsFiles
+from baton.router.shell.tasks import Tasks
 from baton.router.shell.timers import TimerWheel
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Listener:
         self.loop = asyncio.get_running_loop()
         self.connections: set[_Connection] = set()
         self.crowd = Crowd(max_connections(settings))
-        self.tasks: set[asyncio.Task[None]] = set()  # Long bodies that are checked.
+        self.tasks = Tasks()  # Long bodies that are checked.
         self.is_closing = False
         self._tls = None if tls is None else ServerTls(tls)
         self._server: asyncio.Server | None = None
@@ -225,19 +226,12 @@ class Listener:
             logger.info("%d connections are closed after %g s", len(self.connections), timeout_s)
         for connection in list(self.connections):
             connection.abort()
-        for task in list(self.tasks):
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.tasks.close()
 
     def forget(self, connection: "_Connection") -> None:
         self.crowd.leave(connection)
         self.connections.discard(connection)
         self._is_empty.set()
-
-    def start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
 
 
 class _Request:
@@ -473,7 +467,8 @@ class _Connection(asyncio.Protocol):
         if is_cheap:
             bodies.release(num_held)
             return self._hand_over(request, body, reply)
-        return self.listener.start(self._serve_long(request, body, reply))
+        self.listener.tasks.start(self._serve_long(request, body, reply), "a long body has no answer")
+        return None
 
     async def _serve_long(self, request: _Request, body: bytes, reply: Reply) -> None:
         cheap: bytes | ApiError

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import httptools
 
 from baton.http.tls import ClientTls
+from baton.router.shell.tasks import Tasks
 
 MAX_HEAD_BYTES = 256 << 10
 EVENT_STREAM = "text/event-stream"
@@ -297,7 +298,7 @@ class EnginePool:
         self._connect_s, self._keepalive_s, self._tls = connect_s, keepalive_s, tls
         self._idle: dict[Origin, list[_Connection]] = {}  # The one that was used last is at the end.
         self._open: set[_Connection] = set()
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting = Tasks()
         self._sweep: asyncio.TimerHandle | None = None
 
     def send(self, origin: Origin, data: bytes, exchange: Exchange) -> Sending:
@@ -317,14 +318,11 @@ class EnginePool:
 
     def send_anew(self, origin: Origin, data: bytes, sending: "Sending", exchange: Exchange) -> None:
         """Send the request on a new connection."""
-        task = self._loop.create_task(self._connect(origin, data, sending, exchange))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        work = self._connect(origin, data, sending, exchange)
+        self._connecting.start(work, "an engine's connection has failed")
 
     async def close(self) -> None:
-        for task in list(self._connecting):
-            task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
+        await self._connecting.close()
         for connection in list(self._open):
             connection.abort()
         if self._sweep is not None:

@@ -21,6 +21,7 @@ from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.frames import FrameStream, start_process
 from baton.router.shell.parts import Parts
+from baton.router.shell.tasks import Tasks
 from baton.router.values.settings import KVEventsSource, sources_of
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class IndexClient:
         self._path, self._asker = path, asker
         self._loop = asyncio.get_running_loop()
         self._stream: FrameStream | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self._asks_at_s = 0.0
 
     @property
@@ -54,7 +55,7 @@ class IndexClient:
         return self._stream is not None
 
     def connect(self) -> None:
-        self._connecting = self._loop.create_task(self._connect())
+        self._tasks.start(self._connect(), "the index of prefixes is not asked any more")
 
     async def _connect(self) -> None:
         while True:
@@ -68,9 +69,7 @@ class IndexClient:
             await asyncio.sleep(CONNECT_S)
 
     async def close(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+        await self._tasks.close()
         if self._stream is not None:
             self._stream.close()
 
@@ -118,16 +117,14 @@ class IndexOwner:
         self._settings, self._log_config = parts.settings, dict(log_config)
         self._folder = tempfile.mkdtemp(prefix="baton-index-")
         self.path = str(Path(self._folder) / "socket")
-        self._keeping: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self._stream: FrameStream | None = None
 
     def start(self) -> None:
-        self._keeping = asyncio.create_task(self._keep(), name="baton-router-index")
+        self._tasks.start(self._keep(), "the index of prefixes is not started any more")
 
     async def close(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._tasks.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def reset(self, engine: Engine) -> None:

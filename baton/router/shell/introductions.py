@@ -9,6 +9,7 @@ from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.introductions import CONNECTOR_EVERY_S, introduce
 from baton.router.fleet.notes import Introduces
 from baton.router.shell.asking import Asker, AskFailed
+from baton.router.shell.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +20,14 @@ class Introducer:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._asking: dict[Engine, asyncio.Task[None]] = {}
-        self._doubts: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.on_updated: Callable[[Engine], None] = lambda engine: None  # This process has found it out.
 
     async def refresh(self, engine: Engine) -> None:
         """Requests that need the same engine's introduction at one moment share one question."""
         task = self._asking.get(engine)
         if task is None:
-            task = asyncio.create_task(self._refresh(engine), name=f"introduction of {engine.url}")
+            task = self._tasks.start(self._refresh(engine), f"the introduction of {engine.url} has failed")
             self._asking[engine] = task
             task.add_done_callback(lambda _: self._asking.pop(engine, None))
         await asyncio.shield(task)
@@ -40,15 +41,10 @@ class Introducer:
             await asyncio.gather(*(self.refresh(engine) for engine in engines))
             then()
 
-        task = asyncio.create_task(ask(), name="introductions")
-        self._doubts.add(task)
-        task.add_done_callback(self._doubts.discard)
+        self._tasks.start(ask(), "the introductions of engines have failed")
 
     async def close(self) -> None:
-        tasks = [*self._doubts, *self._asking.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _refresh(self, engine: Engine) -> None:
         try:

@@ -9,6 +9,7 @@ from baton.router.fleet.engine import Engine
 from baton.router.fleet.loans import QUEUED_MAX, Return, ReturnQueue
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.metrics import RouterMetrics
+from baton.router.shell.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class LoanReturns:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._queue = ReturnQueue()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way = Tasks()
 
     def take_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
         """Returns at once. `params`: the `kv_transfer_params` of the engine's answer."""
@@ -33,18 +34,14 @@ class LoanReturns:
 
     async def close(self) -> None:
         self._queue.clear()
-        for task in self._under_way:
-            task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await self._under_way.close()
 
     def _go_on(self) -> None:
         while (loan := self._queue.take()) is not None:
-            task = asyncio.create_task(self._tell(loan), name=f"loan back to {loan.engine.url}")
-            self._under_way.add(task)
+            task = self._under_way.start(self._tell(loan), f"{loan.engine.url}: a loan is not taken back")
             task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
         self._queue.end()
         self._go_on()
 

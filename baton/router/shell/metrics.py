@@ -22,7 +22,7 @@ Samples: TypeAlias = dict[str, Family]  # Families of one process, by metric.
 GAUGES = ("baton:router_in_flight", "baton:router_waiting")  # Gauges that are summed over processes.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
-# By name, without the prefix: documentation, and labels, or the buckets of a histogram.
+# Name without the prefix: type, documentation, and labels (of a histogram: buckets).
 _FAMILIES: Mapping[str, tuple[type[Any], str, Sequence[Any]]] = {
     "requests": (
         Counter,

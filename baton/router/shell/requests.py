@@ -7,8 +7,7 @@ client does not read, no leg is read either. So a client that reads slowly delay
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -52,6 +51,7 @@ from baton.router.shell.introductions import Introducer
 from baton.router.shell.legs import NO_HEADERS, Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
+from baton.router.shell.tasks import Tasks
 from baton.router.values.errors import RouterError, error_event
 from baton.router.values.legs import with_context, with_kept
 
@@ -106,7 +106,7 @@ class RequestDriver:
         self._events: deque[Event | None] = deque()  # None: the request begins.
         self._is_running = self._is_over = self._is_paused = False
         self._legs: dict[Leg, WireLeg] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # Questions to engines.
+        self._tasks = Tasks()  # Questions to engines.
         self._hold: asyncio.TimerHandle | None = None
 
     def begin(self, on_over: Callable[[int], None]) -> None:
@@ -191,9 +191,9 @@ class RequestDriver:
                 ticket.tell = self._put
                 self._requests.queue.wait(displaced)
             case Look():
-                self._start(self._look(effect))
+                self._tasks.start(self._look(effect), "a prompt is not looked up")
             case Meet(engine):
-                self._start(self._meet(engine))
+                self._tasks.start(self._meet(engine), "an engine is not asked what it is")
             case Hold(seconds, transfer_id):
                 if self._hold is not None:
                     self._hold.cancel()  # The timer belongs to an earlier attempt.
@@ -220,11 +220,6 @@ class RequestDriver:
             body = msgspec.json.encode(with_context(asked, headers or self._ask.headers))
         wire.start(self._ask, body, headers)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _look(self, look: Look) -> None:
         assert self._requests.index is not None
         self._put(await self._requests.index.find(look))
@@ -241,8 +236,7 @@ class RequestDriver:
         self._is_over = True
         if self._hold is not None:
             self._hold.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._observe_gaps()
         self._recorder.streamed(self._machine.num_output_tokens)
         self._on_over(status)

@@ -14,7 +14,7 @@ from lab.sim.kernel.runs import MODES
 NUM_WORLDS = 100  # Worlds of each mode.
 RARE = {
     "pull": (169, 177, 189),
-    "push": (133, 144, 181, 245),
+    "push": (133, 144, 181, 186, 245, 554),
 }  # More worlds, with events of HAPPENS that the others lack.
 TRIES = 60
 
@@ -35,7 +35,7 @@ SEEDS = {
     ("pull", "resumes_short"): 4,
     ("pull", "sender_bound"): 28,
     ("pull", "silent_router"): 13,
-    ("pull", "state_boundary"): 817,
+    ("pull", "state_boundary"): 42,
     ("pull", "store_failed"): 9,
     ("pull", "store_fence"): 139,
     ("pull", "store_state_length"): 13,
@@ -46,13 +46,13 @@ SEEDS = {
     ("pull", "weights_cache"): 15,
     ("pull", "weights_chunk"): 15,
     ("pull", "weights_computed"): 133,
-    ("pull", "weights_load"): 18,
+    ("pull", "weights_load"): 218,
     ("pull", "weights_ticket"): 70,
     ("pull", "whole_load"): 20,
     ("pull", "window_length"): 5,
     ("push", "bound_answers"): 4,
     ("push", "checksum"): 36,
-    ("push", "counters"): 1535,
+    ("push", "counters"): 554,
     ("push", "drain_early_reads"): 109,
     ("push", "early_tables"): 5,
     ("push", "fence"): 323,
@@ -76,7 +76,7 @@ SEEDS = {
     ("push", "weights_cache"): 16,
     ("push", "weights_chunk"): 170,
     ("push", "weights_computed"): 300,
-    ("push", "weights_load"): 50,
+    ("push", "weights_load"): 133,
     ("push", "weights_ticket"): 226,
     ("push", "whole_load"): 12,
     ("push", "window_length"): 5,
