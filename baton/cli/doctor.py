@@ -117,7 +117,7 @@ def look_at_machine(secret: str) -> Iterator[Finding]:
 
 def look_at_exposure(environment: Mapping[str, str], secret_file: str | None) -> Iterator[Finding]:
     """Look at the server and the secret files that the environment describes to `baton serve`."""
-    from baton.cli.settings import resolve
+    from baton.cli.serve_settings import resolve
 
     try:
         resolved = resolve({"secret_file": secret_file} if secret_file else {}, environment=environment)

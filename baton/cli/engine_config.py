@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import structs
 
 from baton.checkpoints.checkpoint import load_model_config
-from baton.cli.settings import Resolved, ServeSettings, parse_bytes
+from baton.cli.serve_settings import Resolved
 from baton.core.config import (
     BLOCK_SIZE_MAX,
     CacheConfig,
@@ -23,6 +23,7 @@ from baton.core.errors import ConfigError
 from baton.core.kv_groups import num_places
 from baton.core.states import state_bytes
 from baton.engine.runner.hybrid import settle_groups
+from baton.server.settings import ServeSettings, parse_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.http.gate import is_loopback
+from baton.http.options import API_KEY_ENV
 from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
-
-API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
 
 
 def open_doors(*, is_open: bool, has_tls: bool, has_admin_keys: bool = False) -> list[str]:

@@ -8,12 +8,11 @@ register                                           engines that register at this
 """
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from baton.cli.settings import read_toml
 from baton.core.errors import ConfigError, UserError
 from baton.http.registration import REDIS_SCHEMES, redis_place
 
@@ -25,32 +24,15 @@ if TYPE_CHECKING:
 TABLE = "route"
 ROLES: tuple[Literal["prefill"], Literal["decode"]] = ("prefill", "decode")
 DNS_PORT = 53
-MEMBERS_HELP = (
-    "Further engines, which join and leave while the router runs: dns:NAME?role=decode&port=8200, "
-    "kubernetes:NAMESPACE?selector=LABELS, redis://HOST:PORT/0, or register (engines register at this "
-    "router); repeat for more."
-)
 
 
-def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """Read the table. Raises ConfigError that names file and key."""
-    document = read_toml(path)
-    values = document.pop(TABLE, None)
-    if document or not isinstance(values, dict):
-        raise ConfigError(f"{path} must have one table, [{TABLE}]", field="config")
-    for name in values:
-        if name not in known:
-            raise ConfigError(
-                f"unknown in {path}; [{TABLE}] has {', '.join(sorted(known))}", field=f"{TABLE}.{name}"
-            )
-    return values
-
-
-def read_members(path: Path, known: Collection[str], roles: Collection[str]) -> "Listing":
+def read_members(
+    path: Path, read_file: Callable[[Path], Mapping[str, Any]], roles: Collection[str]
+) -> "Listing":
     """The engines of these roles in the file as it is now. Raises ConfigError."""
     from baton.router.values.members import Member, read_entries
 
-    values = read_route_config(path, known)
+    values = read_file(path)
     entries: list[tuple[str, tuple[Role, Any]]] = []
     for role in ROLES:
         if role not in roles:

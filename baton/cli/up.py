@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton.cli.http_options import TLS_KEY_HELP, verifying_own
+from baton.cli.http_options import verifying_own
+from baton.http.options import TLS_KEY_HELP
 
 app = typer.Typer(help="Start a whole prefill/decode system on this machine.")
 

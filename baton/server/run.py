@@ -36,7 +36,7 @@ from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
-from baton.http.tls import ServerTls, TlsAcceptor, TlsFiles
+from baton.http.tls import ServerTls, TlsAcceptor
 from baton.http.watched_files import WatchedFiles
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
@@ -45,6 +45,7 @@ from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from baton.server.registration import Registrar
 from baton.server.service import Service
+from baton.server.settings import ServeSettings
 from baton.server.tokens import PromptEncoder
 from baton.server.transfer_ask import CheckParams
 from baton.tracing import open_tracer
@@ -57,32 +58,23 @@ LAST_ANSWERS_S = 3.0  # Time to send answers after the engine has stopped.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class ServeOptions(NamedTuple):
-    host: str
-    port: int  # 0: any free port.
-    shutdown_timeout_s: float
-    drain_timeout_s: float = 0.0  # 0: no drain.
-    http: HttpSettings = HttpSettings()
-    admin_port: int | None = None  # Port for metrics and /baton/*, on the same host; None: the main port.
-    otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
-    tls: TlsFiles | None = None  # Files for both ports. None: HTTP without TLS.
-    weights_root: Path | None = None  # See `Service`.
-
-
 class Parts(NamedTuple):
-    """Parts of `run` that tests replace."""
+    """Parts of `run` that tests replace, and what is read for it."""
 
     start_engine: Callable[[], Awaitable[EngineClient]]
     load_tokenizer: Callable[[], Tokenizer]
     check_params: CheckParams
+    http: HttpSettings = HttpSettings()
     build_connector_metrics: BuildConnectorMetrics | None = None
     connector_log: ConnectorLog | None = None
     new_registrar: Callable[[str], Registrar | None] = lambda url: None  # Called in the event loop.
     places_lent: tuple[str, ...] = ()  # See `EngineCard`.
+    places_lent: tuple[str, ...] = ()  # See `Introduction`.
+    otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
 
 
 async def run(
-    config: EngineConfig, options: ServeOptions, parts: Parts, on_ready: Callable[[str], None]
+    config: EngineConfig, settings: ServeSettings, parts: Parts, on_ready: Callable[[str], None]
 ) -> int:
     """Serve until a signal or the engine's death; return the exit status.
 
@@ -92,7 +84,7 @@ async def run(
     limit_logs("baton.server.errors")
     stop, hurry = asyncio.Event(), asyncio.Event()
     server: _Server | None = None
-    tls = None if options.tls is None else ServerTls(options.tls)
+    tls = None if settings.tls is None else ServerTls(settings.tls)
 
     def on_signal() -> None:
         if stop.is_set() and server is not None:
@@ -103,15 +95,15 @@ async def run(
     workers = WorkerPool()
     with ExitStack() as stack:
         stack.callback(workers.close)
-        listener = stack.enter_context(_bound_socket(options.host, options.port, "port"))
+        listener = stack.enter_context(_bound_socket(settings.host, settings.port, "port"))
         admin_listener = None
-        if options.admin_port is not None:
+        if settings.admin_port is not None:
             admin_listener = stack.enter_context(
-                _bound_socket(options.host, options.admin_port, "admin_port")
+                _bound_socket(settings.host, settings.admin_port, "admin_port")
             )
         stack.enter_context(_signals(on_signal))
         tokenizer = parts.load_tokenizer()
-        encoder = PromptEncoder(tokenizer, config.model_config, workers, options.http)
+        encoder = PromptEncoder(tokenizer, config.model_config, workers, parts.http)
         stack.callback(encoder.close)
         await encoder.check_template()
         async with _running_engine(parts.start_engine, stop) as engine:
@@ -122,8 +114,8 @@ async def run(
                 model_config=config.model_config,
                 tokenizer=tokenizer,
                 encoder=encoder,
-                bodies=Bodies(options.http, workers),
-                limits=options.http,
+                bodies=Bodies(parts.http, workers),
+                limits=parts.http,
                 metrics=ServerMetrics(
                     config.model_config.served_model_name,
                     build_connector_metrics=parts.build_connector_metrics,
@@ -133,14 +125,14 @@ async def run(
                 introduction=await introduce(
                     config, engine, lends=parts.places_lent, tokenizer=tokenizer.digest
                 ),
-                weights_root=options.weights_root,
+                weights_root=None if settings.weights_root is None else Path(settings.weights_root),
             )
-            hosts = hosts_to_check(options.host, options.http.allowed_hosts)
+            hosts = hosts_to_check(settings.host, parts.http.allowed_hosts)
             if admin_listener is not None:
                 service.admin_port = admin_listener.getsockname()[1]
-            service.tracer = tracer = open_tracer("baton-engine", options.otlp_traces_endpoint)
+            service.tracer = tracer = open_tracer("baton-engine", parts.otlp_traces_endpoint)
             app = build_app(service, checked_hosts=hosts)
-            url = _url(options, listener)
+            url = _url(settings, listener)
             registrar = parts.new_registrar(url)
 
             def started() -> None:
@@ -148,12 +140,12 @@ async def run(
                 if registrar is not None:
                     registrar.start()
 
-            server = _Server(app, options, tls, started)
+            server = _Server(app, settings, parts.http, tls, started)
             try:
                 async with _admin_server(
-                    build_admin_app(service, checked_hosts=hosts), options, tls, admin_listener
+                    build_admin_app(service, checked_hosts=hosts), settings, parts.http, tls, admin_listener
                 ):
-                    await _serve(server, service, listener, stop, hurry, options, registrar)
+                    await _serve(server, service, listener, stop, hurry, settings, registrar)
             finally:
                 if registrar is not None:
                     await registrar.close()
@@ -166,14 +158,18 @@ async def run(
 
 @asynccontextmanager
 async def _admin_server(
-    app: Starlette, options: ServeOptions, tls: ServerTls | None, listener: socket.socket | None
+    app: Starlette,
+    settings: ServeSettings,
+    http: HttpSettings,
+    tls: ServerTls | None,
+    listener: socket.socket | None,
 ) -> AsyncIterator[None]:
     if listener is None:
         yield
         return
-    server = _Server(app, options, tls, lambda: None)
+    server = _Server(app, settings, http, tls, lambda: None)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info("metrics and /baton/* are at %s", _url(options, listener))
+    logger.info("metrics and /baton/* are at %s", _url(settings, listener))
     try:
         yield
     finally:
@@ -187,7 +183,7 @@ async def _serve(
     listener: socket.socket,
     stop: asyncio.Event,
     hurry: asyncio.Event,
-    options: ServeOptions,
+    settings: ServeSettings,
     registrar: Registrar | None,
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -201,11 +197,11 @@ async def _serve(
         elif registrar is not None:
             await registrar.leave()
         service.is_draining = True
-        if not server.engine_died and options.drain_timeout_s > 0:
-            await _drain(server, service, hurry, options.drain_timeout_s)
+        if not server.engine_died and settings.drains_for_s > 0:
+            await _drain(server, service, hurry, settings.drains_for_s)
             server.engine_died = service.engine.is_dead
         server.should_exit = True
-        timeout_s = 0.0 if hurry.is_set() else options.shutdown_timeout_s
+        timeout_s = 0.0 if hurry.is_set() else settings.shutdown_timeout_s
         await asyncio.wait((serving,), timeout=timeout_s)
         if not serving.done():
             logger.warning("requests are still running after %g s; stopping the engine", timeout_s)
@@ -253,21 +249,26 @@ class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, and with a callback when it is ready."""
 
     def __init__(
-        self, app: Starlette, options: ServeOptions, tls: ServerTls | None, on_started: Callable[[], None]
+        self,
+        app: Starlette,
+        settings: ServeSettings,
+        http: HttpSettings,
+        tls: ServerTls | None,
+        on_started: Callable[[], None],
     ) -> None:
         super().__init__(
             server_config(
                 app,
-                options.http,
+                http,
                 log_config=None,  # Logging is configured already.
                 lifespan="off",
                 # A last resort: answers end by themselves once the engine has stopped.
-                timeout_graceful_shutdown=int(options.shutdown_timeout_s + LAST_ANSWERS_S) + 1,
+                timeout_graceful_shutdown=int(settings.shutdown_timeout_s + LAST_ANSWERS_S) + 1,
             )
         )
         self.engine_died = False
         self._on_started = on_started
-        self._tls, self._handshake_s = tls, options.http.header_s
+        self._tls, self._handshake_s = tls, http.header_s
 
     def running_requests(self) -> set[asyncio.Task[None]]:
         return set(self.server_state.tasks)
@@ -333,9 +334,9 @@ def _bound_socket(host: str, port: int, field: str) -> Iterator[socket.socket]:
         yield listener
 
 
-def _url(options: ServeOptions, listener: socket.socket) -> str:
-    scheme = "http" if options.tls is None else "https"
-    shown = f"[{options.host}]" if ":" in options.host else options.host
+def _url(settings: ServeSettings, listener: socket.socket) -> str:
+    scheme = "http" if settings.tls is None else "https"
+    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{scheme}://{shown}:{listener.getsockname()[1]}"
 
 

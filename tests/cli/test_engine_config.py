@@ -7,7 +7,7 @@ import pytest
 
 from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.engine_config import engine_config
-from baton.cli.settings import resolve
+from baton.cli.serve_settings import resolve
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 

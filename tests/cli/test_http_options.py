@@ -6,9 +6,10 @@ import pytest
 
 from baton.cli.doctor import look_at_exposure
 from baton.cli.exposure import exposure_of
-from baton.cli.http_options import API_KEY_ENV, read_api_keys
-from baton.cli.settings import resolve
+from baton.cli.serve_settings import resolve
+from baton.cli.settings import read_api_keys
 from baton.core.errors import ConfigError
+from baton.http.options import API_KEY_ENV
 from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cli.settings import SECTIONS, ServeSettings, parse_bytes, resolve
-from baton.cli.show_config import show_config
+from baton.cli.serve_settings import COMMAND, resolve
 from baton.core.errors import ConfigError
+from baton.server.settings import ServeSettings, parse_bytes
 
 SECRET = "correct horse battery staple"
 CONNECTOR = '{"kv_connector": "BatonPullConnector", "kv_role": "kv_both", "engine_id": "e0"}'
@@ -35,13 +35,13 @@ def refusal(
 
 
 def test_every_setting_has_a_section_and_only_one() -> None:
-    listed = [name for names in SECTIONS.values() for name in names]
+    listed = [name for names in COMMAND.sections.values() for name in names]
     assert sorted(listed) == sorted(ServeSettings.__struct_fields__)
 
 
 def test_the_operations_guide_lists_every_setting_in_its_section() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    for section, names in SECTIONS.items():
+    for section, names in COMMAND.sections.items():
         [row] = [line for line in guide.splitlines() if line.startswith(f"| `[{section}]` |")]
         assert [name for name in names if f"`{name}`" not in row] == []
 
@@ -52,7 +52,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
     resolved = resolve({"max_num_seqs": 5}, environment=environment, config_file=file)
     settings = resolved.settings
     assert (settings.block_size, settings.port, settings.max_num_seqs, settings.seed) == (8, 2, 5, 0)
-    assert resolved.origins == {
+    assert resolved.values.origins == {
         "block_size": f"file {file}",
         "port": "environment BATON_PORT",
         "max_num_seqs": "command line --max-num-seqs",
@@ -163,7 +163,7 @@ def test_variables_of_other_commands_are_left_alone() -> None:
     ],
 )
 def test_defaults_are_shown(given: dict[str, Any], line: str) -> None:
-    assert line in show_config(resolve(given, environment=STATE)).splitlines()
+    assert line in resolve(given, environment=STATE).shown().splitlines()
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
@@ -187,7 +187,7 @@ def test_a_secret_file_on_the_command_line_precedes_the_environment(tmp_path: Pa
 
 def test_the_secret_is_never_shown(tmp_path: Path) -> None:
     resolved = resolve({"model": "m"}, environment={"BATON_SECRET": SECRET})
-    for shown in (show_config(resolved), repr(resolved), str(resolved)):
+    for shown in (resolved.shown(), repr(resolved), str(resolved)):
         assert SECRET not in shown
         assert "***" in shown
 
@@ -201,7 +201,7 @@ def test_the_output_of_show_config_is_a_file_with_the_same_settings(tmp_path: Pa
         "kv_events_config": '{"enable_kv_cache_events": true}',
     }
     resolved = resolve(given, environment=STATE)
-    shown = show_config(resolved)
+    shown = resolved.shown()
     assert "port = 1  # command line --port" in shown
     assert "# block_size: 16; with recurrent states" in shown
     again = resolve({}, environment=STATE, config_file=write(tmp_path, shown))

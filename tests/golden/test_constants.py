@@ -3,13 +3,13 @@
 import json
 import re
 import tomllib
+from inspect import signature
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
-from baton.cli import route, serve, with_parent
-from baton.cli import settings as of_serve
+from baton.cli import route, serve_settings, settings, with_parent
 from baton.connectors.extra_config import NIXL
 from baton.connectors.multi.children import KEY as MULTI_KEY
 from baton.connectors.registry import BUILT_IN, ENTRY_POINT_GROUP
@@ -93,18 +93,22 @@ def test_settings_and_processes() -> None:
         "constants_of_settings",
         {
             "variables that are read": written(from_environment, "baton", "lab"),
-            "prefix of the settings of serve": of_serve.ENV_PREFIX,
-            "other prefixes": " ".join(of_serve.OTHER_PREFIXES),
-            "other variables": " ".join(sorted(of_serve.OTHER_VARIABLES)),
-            "table of route": route.TABLE,
-            "options that its file cannot have": " ".join(route.OWN_OPTIONS),
+            "prefix of the settings of serve": serve_settings.COMMAND.prefix,
+            "other prefixes": " ".join(serve_settings.COMMAND.other_prefixes),
+            "other variables": " ".join(sorted(serve_settings.COMMAND.others)),
+            "prefix of the settings of route": route.COMMAND.prefix,
+            "its other variables": " ".join(sorted(route.COMMAND.others)),
+            "table of route": " ".join(route.COMMAND.sections),
+            "options that its file cannot have": " ".join(
+                name for name in signature(route.route).parameters if name not in route.COMMAND.settings
+            ),
             "options of sim": written(r'add_argument\(\s*"([\w-]+)"', "lab/sim"),
             "key of BatonMultiConnector": MULTI_KEY,
             "default of chunk_tokens, by which engines find each other's files": CHUNK_TOKENS,
             "options of vLLM's NixlConnector that are refused with a replacement": " ".join(sorted(NIXL)),
             "exit of serve: stopped": serve_run.EXIT_STOPPED,
             "exit of serve: the engine died": serve_run.EXIT_ENGINE_DIED,
-            "exit of serve: bad configuration": serve.EXIT_BAD_CONFIG,
+            "exit of serve: bad configuration": settings.EXIT_BAD_CONFIG,
             "exit of route: stopped": route_run.EXIT_STOPPED,
             "exit of route: not started": route_run.EXIT_NOT_STARTED,
             "exit of a child without its parent": child.PARENT_GONE,
@@ -113,8 +117,8 @@ def test_settings_and_processes() -> None:
             "temporary folders": quoted(r"baton-\w+-", "baton"),
         },
     )
-    assert not {of_serve.ENV_PREFIX + name.upper() for name in of_serve.ServeSettings.__struct_fields__} & (
-        of_serve.OTHER_VARIABLES
+    assert not {serve_settings.COMMAND.variable(name) for name in serve_settings.COMMAND.settings} & (
+        serve_settings.COMMAND.others
     )
 
 

@@ -5,7 +5,7 @@ The fields of EngineConfig and SamplingParams are in `engine_fields`, since they
 
 import msgspec
 
-from baton.cli.settings import SECTIONS, ServeSettings
+from baton.cli import route, serve_settings
 from baton.connectors.offload.settings import LendSettings, OffloadSettings
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
@@ -13,6 +13,7 @@ from baton.connectors.shared_storage.settings import StorageSettings
 from baton.hosts.vllm.settings import PluginSettings
 from baton.http.settings import HttpLimits
 from baton.router.values.settings import RouterSettings
+from baton.server.settings import ServeSettings
 from tests.golden.golden import check
 from tests.golden.shapes import fields
 
@@ -20,6 +21,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "baton serve": ServeSettings,
     "baton serve --limits, baton route --limits": HttpLimits,
     "the router": RouterSettings,
+    "baton route, besides those of the router": route.RouteSettings,
     "BatonPullConnector": PullSettings,
     "BatonPushConnector": PushSettings,
     "BatonOffloadConnector": OffloadSettings,
@@ -33,5 +35,17 @@ def test_keys() -> None:
     check("settings", [line for name, kind in KINDS.items() for line in (f"# {name}", *fields(kind))])
 
 
+def test_options_of_route() -> None:
+    """Each with the field that it sets; `settings` has its type and default."""
+    by_kind = route.COMMAND.by_kind.items()
+    check(
+        "settings_route",
+        [f"{one.name} {kind.__name__}.{one.field}" for kind, settings in by_kind for one in settings],
+    )
+
+
 def test_sections_of_the_file_of_serve() -> None:
-    check("settings_sections", [f"[{section}] {' '.join(keys)}" for section, keys in SECTIONS.items()])
+    check(
+        "settings_sections",
+        [f"[{section}] {' '.join(keys)}" for section, keys in serve_settings.COMMAND.sections.items()],
+    )

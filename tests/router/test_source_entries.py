@@ -19,11 +19,11 @@ import redis.asyncio
 
 from baton.cli.members import read_members, source_of
 from baton.cli.processes import free_ports
+from baton.cli.route import COMMAND
 from baton.http.registration import PATH
 from baton.router.members.reader import LOOK_S, REFUSED_MAX, REGISTRATIONS, TTL_S, Source
 from baton.router.members.sources.file import FileSource
 from baton.router.members.sources.kubernetes import Rule
-from baton.router.values.members import ROLES
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, System, answers, lends, system
 from tests.router.test_kubernetes import ApiServer, cluster, slice_of
@@ -65,7 +65,7 @@ class File(World):
 
     async def open(self) -> None:
         self._path = self._folder / "route.toml"
-        self.source = FileSource(self._path, lambda: read_members(self._path, ROLES, ("decode",)))
+        self.source = FileSource(self._path, lambda: read_members(self._path, COMMAND.read_file, ("decode",)))
 
     async def publish(self, s: System | None, ports: tuple[int, ...], *, has_odd: bool) -> None:
         named = [f"http://127.0.0.1:{port}" for port in ports]

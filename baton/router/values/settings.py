@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from baton.core.errors import ConfigError
+from baton.core.option import AtLeast0, AtLeast1, Option
+from baton.http.options import ENGINE_API_KEY_ENV
 from baton.http.registration import Role as Role
 from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
@@ -18,25 +20,36 @@ _NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f\\]")
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
 EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
-Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
-# When the decode leg of a push starts. late: when P has answered, or shortly before; auto: late for a vLLM on
-# its producer's host.
+Mode = Literal["pull", "push"]
 DecodeLegStart = Literal["auto", "at_once", "late"]
 PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity", "cost"]
 
 
 class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits of the router's waits. Every wait has one."""
+    """Time limits of the router's waits, in seconds. Every wait has one."""
 
-    connect_s: float = 2.0
-    prefill_s: float = 120.0  # The whole prefill leg, queueing at the engine included.
-    first_byte_s: float = 120.0  # Time to the first byte of a streamed answer.
-    answer_s: float = 600.0  # The whole of an answer that is not streamed.
-    idle_s: float = 60.0  # Time between two pieces of a stream; also the time that a client may stop reading.
-    # How long the router keeps a connection to an engine for a next request. vLLM and uvicorn close theirs
-    # after 5 s. It is longer than the time between two probes, so that a probe needs no new connection.
-    keepalive_s: float = 3.0
-    total_s: float = 3600.0  # One request, all attempts together.
+    connect_s: Annotated[float, Option("Limit for connecting to an engine", "connect_timeout_s")] = 2.0
+    prefill_s: Annotated[
+        float, Option("Limit for the whole prefill leg, queueing at the engine included", "prefill_timeout_s")
+    ] = 120.0
+    first_byte_s: Annotated[float, Option("Limit for a stream's first piece", "first_byte_timeout_s")] = 120.0
+    answer_s: Annotated[
+        float, Option("Limit for the whole of an answer that is not streamed", "answer_timeout_s")
+    ] = 600.0
+    idle_s: Annotated[
+        float,
+        Option(
+            "Limit between two pieces of a stream; a client may stop reading for as long", "idle_timeout_s"
+        ),
+    ] = 60.0
+    total_s: Annotated[float, Option("Limit for one request with all attempts", "total_timeout_s")] = 3600.0
+    # vLLM and uvicorn close idle connections after 5 s.
+    keepalive_s: Annotated[
+        float,
+        Option(
+            "How long an idle connection to an engine is used; engines keep it longer", "keepalive_timeout_s"
+        ),
+    ] = 2.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -99,6 +112,15 @@ class KVEventsSource(msgspec.Struct, frozen=True):
                     field="kv_events",
                 )
 
+    @classmethod
+    def parse(cls, text: str) -> "KVEventsSource":
+        """Read `URL=ENDPOINT[,REPLAY_ENDPOINT]`. Raises ConfigError."""
+        url, _, endpoints = text.partition("=")
+        endpoint, _, replay_endpoint = endpoints.partition(",")
+        if not endpoint:
+            raise ConfigError(f"must be URL=ENDPOINT[,REPLAY_ENDPOINT], is {text!r}", field="kv_events")
+        return cls(url.rstrip("/"), endpoint, replay_endpoint or None)
+
     def of(self, url: str) -> "KVEventsSource":
         """The source of one engine, from that of ANY_ENGINE."""
         host = urlsplit(url).hostname or ""
@@ -119,8 +141,19 @@ def sources_of(named: Sequence[KVEventsSource], urls: Iterable[str]) -> tuple[KV
 class PeerSettings(msgspec.Struct, frozen=True):
     """Other routers of the same engines. They share loads and sessions."""
 
-    bind: str  # ZeroMQ endpoint on which this router publishes, such as tcp://10.0.0.1:5600.
-    routers: tuple[str, ...]  # Endpoints of the other routers.
+    bind: Annotated[
+        str,
+        Option(
+            "Endpoint on which this router publishes its load and sessions to other routers of the same "
+            "engines, such as tcp://10.0.0.1:5600.",
+            "peer_bind",
+            metavar="ENDPOINT",
+        ),
+    ]
+    routers: Annotated[
+        tuple[str, ...],
+        Option("Endpoint of another router; repeat for more.", "peer", metavar="ENDPOINT"),
+    ]
     secret: str  # Secret that all of the routers have.
 
     def __post_init__(self) -> None:
@@ -136,25 +169,59 @@ class PeerSettings(msgspec.Struct, frozen=True):
 class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A queue in the router: no engine gets more than it can do soon. See `baton.router.fleet.admission`."""
 
-    max_tokens: int = 0  # Uncomputed prompt tokens from which on an engine gets no other prompt; 0: no cap.
-    max_running: int = 0  # Requests of a decode engine at once; 0: no cap.
-    max_waiting: int = 1024  # Requests that wait; more get 429.
-    ttft_s: float = 60.0  # Longest wait. A request whose first token is predicted later gets 429.
-    by_priority: bool = False  # Engines compute urgent prompts first: less urgent prompts do not count.
-    least_priority: int = 0  # Least, and thus most urgent, value of `priority` that clients may name.
-    tenant_header: str | None = None  # Header that names the tenant; a gateway must set it. None: by API key.
-    shares: tuple[tuple[str, float], ...] = ()  # Shares of tenants, compared with 1 of all others.
+    max_tokens: Annotated[
+        AtLeast0,
+        Option(
+            "Cap: an engine with so many prompt tokens to compute gets no other prompt. With this cap or "
+            "the next one, requests wait in the router by priority; 0: no cap.",
+            "max_prefill_tokens",
+        ),
+    ] = 0
+    by_priority: Annotated[
+        bool,
+        Option(
+            "With that cap: the engines compute urgent prompts first (`baton serve --scheduling-policy "
+            "priority`), so a prompt does not wait for less urgent ones.",
+            "engines_by_priority",
+        ),
+    ] = False
+    max_running: Annotated[
+        AtLeast0, Option("Cap: requests for each decode engine at once; 0: no cap.", "max_running")
+    ] = 0
+    max_waiting: Annotated[AtLeast1, Option("Requests that wait in the router; more get 429")] = 1024
+    ttft_s: Annotated[
+        float,
+        Option(
+            "With a cap: a request whose first token is predicted later gets 429 and Retry-After. A client "
+            "may ask for less with the header x-slo-ttft-ms",
+            "max_ttft_s",
+        ),
+    ] = 60.0
+    least_priority: Annotated[
+        int,
+        Option("With a cap: least value of `priority` that clients may name; less goes earlier"),
+    ] = 0
+    tenant_header: Annotated[
+        str | None,
+        Option(
+            "With a cap: header that names the tenant, set by a gateway. Default: the API key is the tenant. "
+            "Tenants get equal shares."
+        ),
+    ] = None
+    shares: Annotated[
+        tuple[tuple[str, float], ...],
+        Option(
+            "Share of a tenant, compared with 1 of the others: NAME=SHARE; repeat for more.",
+            "tenant_share",
+            parse=lambda texts: tuple(map(_share, texts)),
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_running"):
-            if getattr(self, name) < 0:
-                raise ConfigError("must not be negative", field=f"admission.{name}")
         if not self.max_tokens and not self.max_running:
             raise ConfigError("needs max_tokens or max_running", field="admission")
         if self.by_priority and not self.max_tokens:
             raise ConfigError("needs max_tokens", field="admission.by_priority")
-        if self.max_waiting < 1:
-            raise ConfigError("must be at least 1", field="admission.max_waiting")
         if not self.ttft_s > 0:
             raise ConfigError("must be positive", field="admission.ttft_s")
         for tenant, share in self.shares:
@@ -162,42 +229,134 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{tenant}: must be a positive number", field="admission.shares")
 
 
+def _share(text: str) -> tuple[str, float]:
+    tenant, _, share = text.rpartition("=")
+    try:
+        return tenant, float(share)
+    except ValueError as error:
+        raise ConfigError(f"must be NAME=SHARE, is {text!r}", field="tenant_share") from error
+
+
+def _aliases(texts: Sequence[str]) -> dict[str, str]:
+    return {alias: model for alias, _, model in (text.partition("=") for text in texts)}
+
+
+def _urls(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(text.rstrip("/") for text in texts)
+
+
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    prefill_urls: tuple[str, ...]  # Engines at the start. Others join and leave (`values.members`).
-    decode_urls: tuple[str, ...]
+    # Engines at the start. Others join and leave (`values.members`).
+    prefill_urls: Annotated[
+        tuple[str, ...], Option("Root URL of a prefill engine; repeat for more.", "prefill", parse=_urls)
+    ]
+    decode_urls: Annotated[
+        tuple[str, ...], Option("Root URL of a decode engine; repeat for more.", "decode", parse=_urls)
+    ]
     has_sources: bool = False  # Engines also come from elsewhere, or may come by registration only.
     reread_roles: tuple[Role, ...] = ()  # Roles whose engines come from a file that the router rereads.
-    model_aliases: dict[str, str] = {}  # Names of models, by alias.
-    mode: Mode = "pull"
-    decode_leg: DecodeLegStart = "auto"
-    first_token: bool = True  # The prefill engine gives the first token, where the engines can do that.
-    policy: PolicyName = "least_in_flight"
-    on_prefill_failure: Literal["local", "fail"] = "local"  # local: the decode engine prefills by itself.
-    min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
+    model_aliases: Annotated[
+        dict[str, str],
+        Option(
+            "Another name of a model, for clients: ALIAS=MODEL; repeat for more.",
+            "model_alias",
+            parse=_aliases,
+        ),
+    ] = {}
+    mode: Annotated[Mode, Option("pull: one leg after the other; push: both at once, KV moves early")] = (
+        "pull"
+    )
+    decode_leg: Annotated[
+        DecodeLegStart,
+        Option(
+            "When push starts the decode leg. at_once; late: about when the prompt is computed; auto: late "
+            "for a vLLM on its prefill engine's host"
+        ),
+    ] = "auto"
+    first_token: Annotated[bool, Option("Stream the prefill engine's first token immediately")] = True
+    hedge_prefill: Annotated[
+        bool,
+        Option("In pull: let a second prefill engine compute a prompt that is late at the first one"),
+    ] = True
+    resumes: Annotated[
+        AtLeast0,
+        Option(
+            "Times that another engine continues a stream whose decode engine fails, where it gives the same "
+            "answer; 0: the stream ends with an error"
+        ),
+    ] = 2
+    policy: Annotated[
+        PolicyName,
+        Option(
+            "least_in_flight, round_robin, prefix_affinity, or cost: where the first token is expected "
+            "soonest, with little harm to others; a prompt may stay with a decode engine"
+        ),
+    ] = "least_in_flight"
+    kv_events: Annotated[
+        tuple[KVEventsSource, ...],
+        Option(
+            "Where an engine publishes KV events, for --policy cost: URL=ENDPOINT[,REPLAY_ENDPOINT], such as "
+            "http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for more. "
+            "*=tcp://{host}:5557,tcp://{host}:5558 is for all others, also for those that join later.",
+            parse=lambda texts: tuple(map(KVEventsSource.parse, texts)),
+        ),
+    ] = ()
+    tokenizer: Annotated[
+        str | None,
+        Option("Folder with the model's tokenizer.json, to find texts in the engines' caches."),
+    ] = None
+    on_prefill_failure: Annotated[
+        Literal["local", "fail"],
+        Option("local: the decode engine computes the prompt; fail: the request fails"),
+    ] = "local"
+    min_prefill_tokens: Annotated[
+        AtLeast0, Option("Shorter prompts (by estimate) go directly to a decode engine")
+    ] = 0
     prefill_attempts: int = 2
     decode_attempts: int = 2
-    resumes: int = 2  # Times that another decode engine continues a stream whose engine fails; 0: never.
-    hedge_prefill: bool = True  # A prompt that is late at a prefill engine goes to another, too (in pull).
-    kv_events: tuple[KVEventsSource, ...] = ()  # Sources of KV events, for the policy `cost`.
     peers: PeerSettings | None = None
     admission: AdmissionSettings | None = None  # None: every request goes to the engines at once.
-    tokenizer: str | None = None  # Folder with tokenizer.json, to look texts up in the engines' caches.
     max_answer_bytes: int = 32 << 20  # Limit of an answer that is not streamed: the router holds it whole.
-    drain_timeout_s: float = 30.0  # Time that running requests have to end, when the router is told to stop.
+    drain_timeout_s: Annotated[
+        float, msgspec.Meta(ge=0), Option("Time for running requests to end after SIGTERM")
+    ] = 30.0
     max_requests: int = 4096  # Requests in flight at once; more get 503.
     doors: HttpSettings = HttpSettings()
     tls: TlsFiles | None = None  # TLS of both ports, and for https engines that ask. None: HTTP without TLS.
-    engine_ca: str | None = None  # PEM file of the authorities of https engines; None: the system's.
+    engine_ca: Annotated[
+        str | None,
+        Option("PEM file with the authorities of https engines (default: the system's)."),
+    ] = None
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
-    access_log: str | None = None  # File with a line of JSON for each request; "-": standard output.
+    access_log: Annotated[
+        str | None,
+        Option(
+            "File that gets a line of JSON for each request that has ended, without prompts and answers; - "
+            "is standard output."
+        ),
+    ] = None
     engine_api_key: str | None = None  # Key for requests to engines; None: the client's own key is passed on.
     engine_api_keys: tuple[tuple[str, str], ...] = ()  # Keys of single engines, by URL.
-    engine_key_file: str | None = None  # File with both kinds of keys, read again when it changes.
+    engine_key_file: Annotated[
+        str | None,
+        Option(
+            f"File with the API key of the engines; or set {ENGINE_API_KEY_ENV}. Default: the first of the "
+            "router's own keys; without any, the client's key is passed on.",
+            "engine_api_key_file",
+            content=ENGINE_API_KEY_ENV,
+        ),
+    ] = None
     engines_have_own_key: bool = False  # `engine_api_key` is the first of `doors.api_keys`.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
-    outlier_detection: OutlierDetection = OutlierDetection()
+    outlier_detection: Annotated[
+        OutlierDetection,
+        Option(
+            "When errors eject an engine, with Envoy's names, such as '{\"consecutive_5xx\": 5}'; see "
+            "docs/operations.md."
+        ),
+    ] = OutlierDetection()
 
     def __post_init__(self) -> None:
         check_urls(self.prefill_urls, "prefill_urls", may_be_empty=self.has_sources)
@@ -221,12 +380,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{alias!r} must name a model, and not another alias", field="model_aliases"
                 )
-        if self.resumes < 0:
-            raise ConfigError("must not be negative", field="resumes")
-        if self.drain_timeout_s < 0:
-            raise ConfigError("must not be negative", field="drain_timeout_s")
-        if self.min_prefill_tokens < 0:
-            raise ConfigError("must not be negative", field="min_prefill_tokens")
 
     def option_urls(self, role: Role) -> tuple[str, ...]:
         """URLs of engines that stay members as long as the router runs."""
