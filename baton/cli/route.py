@@ -35,46 +35,25 @@ app = typer.Typer(help="Route requests between prefill and decode engines.")
 
 
 class RouteSettings(HttpOptions, frozen=True, kw_only=True):
-    """Settings of `baton route` that are not the router's own."""
+    """Settings of `baton route` that are not the router's own.
 
-    members: Annotated[
-        tuple[str, ...],
-        Option(
-            "Further engines, which join and leave while the router runs: dns:NAME?role=decode&port=8200, "
-            "kubernetes:NAMESPACE?selector=LABELS, redis://HOST:PORT/0, or register (engines register at "
-            "this router); repeat for more.",
-            metavar="SOURCE",
-        ),
-    ] = ()
-    workers: Annotated[
-        Annotated[int, msgspec.Meta(ge=0, le=64)],
-        Option(
-            "Processes that serve clients on the port (SO_REUSEPORT). 0: one for each four engines, and "
-            "four if --members may bring more, at most one for each core"
-        ),
-    ] = 0
-    peer_secret_file: Annotated[
-        str | None,
-        Option(
-            f"File with the secret that these routers share; or set {PEER_SECRET_ENV}.",
-            content=PEER_SECRET_ENV,
-        ),
-    ] = None
-    auth_file: Annotated[
-        str | None,
-        Option(
-            "TOML file with tenants' keys and rate limits, and issuers of JSON Web Tokens; see "
-            "docs/operations.md."
-        ),
-    ] = None
-    register_api_key_file: Annotated[
-        str | None,
-        Option(
-            "File with the keys with which engines may register, and that open nothing else; or set "
-            f"{REGISTER_API_KEY_ENV}. Keys of the administrator may register, too.",
-            content=REGISTER_API_KEY_ENV,
-        ),
-    ] = None
+    members: Further engines, which join and leave while the router runs: dns:NAME?role=decode&port=8200,
+        kubernetes:NAMESPACE?selector=LABELS, redis://HOST:PORT/0, or register (engines register at this
+        router); repeat for more.
+    workers: Processes that serve clients on the port (SO_REUSEPORT). 0: one for each four engines, and four
+        if --members may bring more, at most one for each core
+    peer_secret_file: File with the secret that these routers share; or set BATON_PEER_SECRET.
+    auth_file: TOML file with tenants' keys and rate limits, and issuers of JSON Web Tokens; see
+        docs/operations.md.
+    register_api_key_file: File with the keys with which engines may register, and that open nothing else; or
+        set BATON_REGISTER_API_KEY. Keys of the administrator may register, too.
+    """
+
+    members: Annotated[tuple[str, ...], Option(metavar="SOURCE")] = ()
+    workers: Annotated[Annotated[int, msgspec.Meta(ge=0, le=64)], Option()] = 0
+    peer_secret_file: Annotated[str | None, Option(content=PEER_SECRET_ENV)] = None
+    auth_file: Annotated[str | None, Option()] = None
+    register_api_key_file: Annotated[str | None, Option(content=REGISTER_API_KEY_ENV)] = None
 
 
 COMMAND = Command(

@@ -15,11 +15,12 @@ import difflib
 import inspect
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -52,6 +53,7 @@ class Setting:
     type: types.Type  # The kind without None.
     default: Any  # None: none, or the option may stay unset.
     option: Option
+    help: str
 
     @property
     def is_list(self) -> bool:
@@ -60,14 +62,6 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def help(self) -> str:
-        if self.option.help.endswith("."):
-            return self.option.help
-        is_float = isinstance(self.default, float)
-        default = "on" if self.default is True else format(self.default, "g" if is_float else "")
-        return f"{self.option.help} (default {default})."
 
     @property
     def metavar(self) -> str | None:
@@ -82,15 +76,13 @@ class Setting:
         shown: dict[str, Any] = {"help": self.help, "show_default": False, "metavar": self.metavar}
         if self.option.is_argument:
             return _parameter(self.name, kind | None, typer.Argument(**shown))
-        names: list[Any] = [f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag]
+        names = [f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag]
         names += filter(None, [self.option.short])
-        limits: dict[str, Any] = {
+        shown |= {
             "min": getattr(self.type, "ge", None),
             "max": getattr(self.type, "le", None),
         }
-        return _parameter(
-            self.name, kind | None, typer.Option(*names, rich_help_panel=panel, **limits, **shown)
-        )
+        return _parameter(self.name, kind | None, typer.Option(*names, rich_help_panel=panel, **shown))
 
     def convert(self, value: Any) -> Any:
         """The value of the field. Raises NotJson, ConfigError or msgspec.ValidationError."""
@@ -112,21 +104,41 @@ def _parameter(name: str, kind: Any, info: Any, default: Any = None) -> inspect.
 
 
 def _settings_of(kind: type[msgspec.Struct]) -> Iterable[Setting]:
+    helps = {name: text for base in reversed(kind.__mro__) for name, text in _entries(base.__doc__ or "")}
     # Inherited fields last: a command's own options come before those of every server.
     for one in sorted(msgspec.structs.fields(kind), key=lambda one: one.name not in kind.__annotations__):
-        if get_origin(one.type) is not Annotated:
-            continue
-        for option in one.type.__metadata__:
-            if isinstance(option, Option):
-                found = types.type_info(one.type)
-                if isinstance(found, types.UnionType):
-                    found = next(type for type in found.types if not isinstance(type, types.NoneType))
-                default = () if isinstance(found, types.VarTupleType) else None
-                if one.default_factory is not msgspec.NODEFAULT:
-                    default = one.default_factory()
-                elif one.default is not msgspec.NODEFAULT:
-                    default = one.default
-                yield Setting(option.name or one.name, one.name, one.type, found, default, option)
+        options = [option for option in getattr(one.type, "__metadata__", ()) if isinstance(option, Option)]
+        for option in options:
+            found = types.type_info(one.type)
+            if isinstance(found, types.UnionType):
+                found = next(type for type in found.types if not isinstance(type, types.NoneType))
+            default = () if isinstance(found, types.VarTupleType) else None
+            if one.default_factory is not msgspec.NODEFAULT:
+                default = one.default_factory()
+            elif one.default is not msgspec.NODEFAULT:
+                default = one.default
+            help = helps.get(one.name, "")
+            if not help.endswith("."):
+                help = f"{help} (default {_shown(default)})."
+            yield Setting(option.name or one.name, one.name, one.type, found, default, option, help)
+
+
+def _entries(docstring: str) -> Iterable[tuple[str, str]]:
+    """Entries `field: help` of a class's docstring; lines that continue an entry are indented."""
+    found = re.findall(r"^(\w+): (.*(?:\n    .*)*)", inspect.cleandoc(docstring), re.MULTILINE)
+    return ((name, " ".join(text.split())) for name, text in found)
+
+
+def _shown(default: Any) -> str:
+    match default:
+        case bool():
+            return "on" if default else "off"
+        case float():
+            return format(default, "g")
+        case msgspec.Struct():
+            return msgspec.json.encode(default).decode()
+        case _:
+            return str(default)
 
 
 class Command:

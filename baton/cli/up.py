@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.http_options import verifying_own
-from baton.http.options import TLS_KEY_HELP
 
 app = typer.Typer(help="Start a whole prefill/decode system on this machine.")
 
@@ -48,7 +47,12 @@ def up(
     ] = None,
     tls_key: Annotated[
         str | None,
-        typer.Option(help=TLS_KEY_HELP, envvar="BATON_ROUTE_TLS_KEY", show_envvar=False, show_default=False),
+        typer.Option(
+            help="Of the router: PEM file with the key of the certificate.",
+            envvar="BATON_ROUTE_TLS_KEY",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", min=1)] = None,
     prefill_block_size: Annotated[

@@ -1,11 +1,17 @@
-"""Declaration of a command's option, in the type of the field of settings that it sets.
+'''Declaration of a command's option, in the type of the field of settings that it sets.
 
     class Limits(msgspec.Struct):
-        max_waiting: Annotated[AtLeast1, Option("Requests that wait in the router; more get 429.")] = 1024
+        """Limits of the router.
 
-The field gives the option's name, type and default. `baton.cli.settings` reads it from command line,
-environment and file, and `scripts/settings_page` lists it.
-"""
+        max_waiting: Requests that wait in the router; more get 429
+        """
+
+        max_waiting: Annotated[AtLeast1, Option()] = 1024
+
+The field gives the option's name, type and default. The class's docstring gives its help; one that ends
+without a full stop gets the default. `baton.cli.settings` reads the value from command line, environment and
+file, and `scripts/settings_page` lists all options.
+'''
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +25,8 @@ AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`help`: without a full stop, its reader adds the default.
+    """`parse` makes the field's value of the option's: of a list of texts, or of one text for a `Literal`."""
 
-    `parse` makes the field's value of the option's, which is a list of texts, or one text for a `Literal`.
-    """
-
-    help: str
     name: str = ""  # Key of the file, from which the names of option and variable follow. Empty: the field's.
     section: str = ""  # Table of the file, for a command that has several.
     metavar: str | None = None

@@ -20,74 +20,43 @@ PEER_SECRET_ENV: Final = "BATON_PEER_SECRET"  # Secret that routers of the same 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 SERVER = partial(Option, section="server")
 
-_DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(HttpLimits()).items())
-TLS_KEY_HELP = "PEM file with the key of the certificate."
-
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises ConfigError that names the field."""
+    """Settings of both servers. Raises ConfigError that names the field.
 
-    host: Annotated[str, SERVER("Address to listen on")] = "127.0.0.1"
-    port: Annotated[int, SERVER("Port to listen on; 0 selects a free one")] = 8000
-    admin_port: Annotated[
-        int | None,
-        SERVER(
-            "Port for /metrics and, of an engine, /baton/*, of a router /fleet, /status, /instances and "
-            "the page (default: the main port)."
-        ),
-    ] = None
-    api_key_file: Annotated[
-        str | None,
-        SERVER(
-            f"File with the API keys that clients may use, one per line; or set {API_KEY_ENV}. "
-            "Without keys every client is served.",
-            content=API_KEY_ENV,
-        ),
-    ] = None
-    admin_api_key_file: Annotated[
-        str | None,
-        SERVER(
-            f"File with the keys of the administrator's pages; or set {ADMIN_API_KEY_ENV}. "
-            "Default: the keys of --api-key-file.",
-            content=ADMIN_API_KEY_ENV,
-        ),
-    ] = None
-    tls_cert: Annotated[
-        str | None,
-        SERVER(
-            "PEM file with the certificate of both ports and its chain, also for https servers that ask "
-            "for one."
-        ),
-    ] = None
-    tls_key: Annotated[str | None, SERVER(TLS_KEY_HELP)] = None
-    tls_client_ca: Annotated[
-        str | None,
-        SERVER("PEM file: clients need a certificate of one of its authorities."),
-    ] = None
-    allowed_hosts: Annotated[
-        str,
-        SERVER(
-            "Comma-separated names that the Host header may have besides loopback names, for a server on "
-            "loopback; * allows all.",
-            metavar="NAMES",
-        ),
-    ] = ""
-    limits: Annotated[
-        HttpLimits,
-        SERVER(f"JSON object of limits and deadlines of HTTP requests; the defaults are {{{_DEFAULTS}}}."),
-    ] = HttpLimits()
-    log_level: Annotated[LogLevel, SERVER("debug, info, warning, error or critical", parse=str.lower)] = (
-        "info"
-    )
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        SERVER(
-            "URL of an OpenTelemetry collector that gets traces by OTLP over HTTP, such as "
-            "http://127.0.0.1:4318/v1/traces. Default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or "
-            "OTEL_EXPORTER_OTLP_ENDPOINT; without any nothing is traced.",
-            metavar="URL",
-        ),
-    ] = None
+    host: Address to listen on
+    port: Port to listen on; 0 selects a free one
+    admin_port: Port for /metrics and, of an engine, /baton/*, of a router /fleet, /status, /instances and the
+        page (default: the main port).
+    api_key_file: File with the API keys that clients may use, one per line; or set BATON_API_KEY. Without
+        keys every client is served.
+    admin_api_key_file: File with the keys of the administrator's pages; or set BATON_ADMIN_API_KEY. Default:
+        the keys of --api-key-file.
+    tls_cert: PEM file with the certificate of both ports and its chain, also for https servers that ask for
+        one.
+    tls_key: PEM file with the key of the certificate.
+    tls_client_ca: PEM file: clients need a certificate of one of its authorities.
+    allowed_hosts: Comma-separated names that the Host header may have besides loopback names, for a server on
+        loopback; * allows all.
+    limits: JSON object of limits and deadlines of HTTP requests
+    log_level: debug, info, warning, error or critical
+    otlp_traces_endpoint: URL of an OpenTelemetry collector that gets traces by OTLP over HTTP, such as
+        http://127.0.0.1:4318/v1/traces. Default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or
+        OTEL_EXPORTER_OTLP_ENDPOINT; without any nothing is traced.
+    """
+
+    host: Annotated[str, SERVER()] = "127.0.0.1"
+    port: Annotated[int, SERVER()] = 8000
+    admin_port: Annotated[int | None, SERVER()] = None
+    api_key_file: Annotated[str | None, SERVER(content=API_KEY_ENV)] = None
+    admin_api_key_file: Annotated[str | None, SERVER(content=ADMIN_API_KEY_ENV)] = None
+    tls_cert: Annotated[str | None, SERVER()] = None
+    tls_key: Annotated[str | None, SERVER()] = None
+    tls_client_ca: Annotated[str | None, SERVER()] = None
+    allowed_hosts: Annotated[str, SERVER(metavar="NAMES")] = ""
+    limits: Annotated[HttpLimits, SERVER()] = HttpLimits()
+    log_level: Annotated[LogLevel, SERVER(parse=str.lower)] = "info"
+    otlp_traces_endpoint: Annotated[str | None, SERVER(metavar="URL")] = None
 
     def __post_init__(self) -> None:
         for name in ("port", "admin_port"):

@@ -21,126 +21,95 @@ Executor = Literal["inprocess", "multiprocess", "ray"]
 
 
 class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of `baton serve`. Raises ConfigError that names the field."""
+    """All settings of `baton serve`. Raises ConfigError that names the field.
 
-    model: Annotated[str | None, MODEL("Folder of the checkpoint.", metavar="MODEL", is_argument=True)] = None
-    served_model_name: Annotated[str | None, MODEL("Model name in the API (default: the folder's name).")] = (
-        None
-    )
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], MODEL("auto, float32, bfloat16 or float16")
-    ] = "auto"
-    max_model_len: Annotated[
-        int | None, MODEL("Limit for prompt plus answer, in tokens (default: the model's).")
-    ] = None
-    seed: Annotated[int, MODEL("Seed of requests that have none")] = 0
-    weights_version: Annotated[
-        str | None,
-        MODEL(
-            "Name of the weights, part of their identity in the fleet: for an engine that joins one whose "
-            "weights were updated under this name.",
-            metavar="NAME",
-        ),
-    ] = None
-    weights_root: Annotated[
-        str | None,
-        MODEL(
-            "Folder below which POST /update_weights may name checkpoints (default: none; it is refused).",
-            metavar="FOLDER",
-        ),
-    ] = None
+    model: Folder of the checkpoint.
+    served_model_name: Model name in the API (default: the folder's name).
+    dtype: auto, float32, bfloat16 or float16
+    max_model_len: Limit for prompt plus answer, in tokens (default: the model's).
+    seed: Seed of requests that have none
+    weights_version: Name of the weights, part of their identity in the fleet: for an engine that joins one
+        whose weights were updated under this name.
+    weights_root: Folder below which POST /update_weights may name checkpoints (default: none; it is refused).
+    shutdown_timeout_s: Time for running requests after a stop signal
+    drain_timeout_s: Time to drain before that: new requests get 503, running ones finish, lent KV is returned
+        (default 30 for producers, else 0).
+    step_timeout_s: Time limit of a step: an engine without progress for so long is ended
+    register: Routers at which this engine registers, such as http://10.0.0.1:8000, or a registry that they
+        read, such as redis://10.0.0.2:6379/0; several with commas.
+    register_url: URL of this engine for routers (default: where it listens).
+    register_role: prefill, decode or both (default: as kv_role).
+    register_weight: Share of requests, at most 1, which the others have
+    register_ttl_s: Time after which a router drains this engine if it does not hear from it
+    register_key_file: File with the administrator's key of the routers; or set BATON_REGISTER_KEY (default:
+        the first of this engine's administrator's keys, or of its keys).
+    register_ca: PEM file with the authorities of https routers (default: the system's).
+    block_size: Tokens in a block (default 16; with recurrent states as many as have their size).
+    num_blocks: Blocks of the cache (default 2048).
+    kv_cache_memory: Size of the cache on each rank, such as 512MiB, instead of --num-blocks.
+    enable_prefix_caching: Reuse the KV of equal prefixes
+    hybrid_kv_cache: auto: layers with a sliding window free the blocks before it; off
+    kv_cache_dtype: auto (that of the model), fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head
+    max_num_batched_tokens: Token budget of a step
+    max_num_seqs: Largest number of running requests
+    scheduling_policy: fcfs or priority
+    enable_chunked_prefill: Spread long prompts over steps
+    tensor_parallel_size: Ranks that share the model
+    executor: Executor of the ranks: inprocess, multiprocess or ray (default: multiprocess for several).
+    max_concurrent_batches: Steps in flight at once
+    on_rank_death: exit, or restart the ranks; open requests fail in both cases
+    device: auto, cpu or cuda
+    graph_mode: CUDA graphs of decode steps: off, auto, piecewise, full
+    threads: Compute threads of one rank on CPU
+    kv_transfer_config: KV connector, in vLLM's JSON.
+    kv_events_config: Publication of KV events, in vLLM's JSON.
+    secret_file: File with the cluster secret; or set BATON_SECRET.
+    insecure_no_secret: Transfer KV without a secret: trusts every process of this host. For tests.
+    """
 
-    shutdown_timeout_s: Annotated[float, SERVER("Time for running requests after a stop signal")] = 5.0
-    drain_timeout_s: Annotated[
-        float | None,
-        SERVER(
-            "Time to drain before that: new requests get 503, running ones finish, lent KV is returned "
-            f"(default {DRAIN_S:g} for producers, else 0)."
-        ),
-    ] = None
-    step_timeout_s: Annotated[
-        float, SERVER("Time limit of a step: an engine without progress for so long is ended")
-    ] = 300.0
-    register: Annotated[
-        str | None,
-        SERVER(
-            "Routers at which this engine registers, such as http://10.0.0.1:8000, or a registry that they "
-            "read, such as redis://10.0.0.2:6379/0; several with commas.",
-            metavar="URLS",
-        ),
-    ] = None
-    register_url: Annotated[
-        str | None, SERVER("URL of this engine for routers (default: where it listens).", metavar="URL")
-    ] = None
-    register_role: Annotated[str | None, SERVER("prefill, decode or both (default: as kv_role).")] = None
-    register_weight: Annotated[float, SERVER("Share of requests, at most 1, which the others have")] = 1.0
-    register_ttl_s: Annotated[
-        float, SERVER("Time after which a router drains this engine if it does not hear from it")
-    ] = TTL_S
-    register_key_file: Annotated[
-        str | None,
-        SERVER(
-            f"File with the administrator's key of the routers; or set {REGISTER_KEY_ENV} (default: the "
-            "first of this engine's administrator's keys, or of its keys).",
-            content=REGISTER_KEY_ENV,
-        ),
-    ] = None
-    register_ca: Annotated[
-        str | None,
-        SERVER("PEM file with the authorities of https routers (default: the system's)."),
-    ] = None
+    model: Annotated[str | None, MODEL(metavar="MODEL", is_argument=True)] = None
+    served_model_name: Annotated[str | None, MODEL()] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MODEL()] = "auto"
+    max_model_len: Annotated[int | None, MODEL()] = None
+    seed: Annotated[int, MODEL()] = 0
+    weights_version: Annotated[str | None, MODEL(metavar="NAME")] = None
+    weights_root: Annotated[str | None, MODEL(metavar="FOLDER")] = None
 
-    block_size: Annotated[
-        int | None,
-        CACHE("Tokens in a block (default 16; with recurrent states as many as have their size)."),
-    ] = None
-    num_blocks: Annotated[
-        int | None, CACHE(f"Blocks of the cache (default {CacheConfig().num_gpu_blocks}).")
-    ] = None
-    kv_cache_memory: Annotated[
-        str | None, CACHE("Size of the cache on each rank, such as 512MiB, instead of --num-blocks.")
-    ] = None
-    enable_prefix_caching: Annotated[bool, CACHE("Reuse the KV of equal prefixes")] = True
-    hybrid_kv_cache: Annotated[
-        Literal["auto", "off"], CACHE("auto: layers with a sliding window free the blocks before it; off")
-    ] = "auto"
-    kv_cache_dtype: Annotated[
-        KVCacheDtype, CACHE("auto (that of the model), fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head")
-    ] = "auto"
+    shutdown_timeout_s: Annotated[float, SERVER()] = 5.0
+    drain_timeout_s: Annotated[float | None, SERVER()] = None
+    step_timeout_s: Annotated[float, SERVER()] = 300.0
+    register: Annotated[str | None, SERVER(metavar="URLS")] = None
+    register_url: Annotated[str | None, SERVER(metavar="URL")] = None
+    register_role: Annotated[str | None, SERVER()] = None
+    register_weight: Annotated[float, SERVER()] = 1.0
+    register_ttl_s: Annotated[float, SERVER()] = TTL_S
+    register_key_file: Annotated[str | None, SERVER(content=REGISTER_KEY_ENV)] = None
+    register_ca: Annotated[str | None, SERVER()] = None
 
-    max_num_batched_tokens: Annotated[int, SCHEDULER("Token budget of a step")] = 2048
-    max_num_seqs: Annotated[int, SCHEDULER("Largest number of running requests")] = 256
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], SCHEDULER("fcfs or priority")] = "fcfs"
-    enable_chunked_prefill: Annotated[bool, SCHEDULER("Spread long prompts over steps")] = True
+    block_size: Annotated[int | None, CACHE()] = None
+    num_blocks: Annotated[int | None, CACHE()] = None
+    kv_cache_memory: Annotated[str | None, CACHE()] = None
+    enable_prefix_caching: Annotated[bool, CACHE()] = True
+    hybrid_kv_cache: Annotated[Literal["auto", "off"], CACHE()] = "auto"
+    kv_cache_dtype: Annotated[KVCacheDtype, CACHE()] = "auto"
 
-    tensor_parallel_size: Annotated[int, PARALLEL("Ranks that share the model", short="-tp")] = 1
-    executor: Annotated[
-        Executor | None,
-        PARALLEL(
-            "Executor of the ranks: inprocess, multiprocess or ray (default: multiprocess for several)."
-        ),
-    ] = None
-    max_concurrent_batches: Annotated[int, PARALLEL("Steps in flight at once")] = 1
-    on_rank_death: Annotated[
-        Literal["exit", "restart"],
-        PARALLEL("exit, or restart the ranks; open requests fail in both cases"),
-    ] = "exit"
-    device: Annotated[Literal["auto", "cpu", "cuda"], PARALLEL("auto, cpu or cuda")] = "auto"
-    graph_mode: Annotated[
-        Literal["off", "auto", "piecewise", "full"],
-        PARALLEL("CUDA graphs of decode steps: off, auto, piecewise, full"),
-    ] = "auto"
-    threads: Annotated[int, PARALLEL("Compute threads of one rank on CPU")] = 1
+    max_num_batched_tokens: Annotated[int, SCHEDULER()] = 2048
+    max_num_seqs: Annotated[int, SCHEDULER()] = 256
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], SCHEDULER()] = "fcfs"
+    enable_chunked_prefill: Annotated[bool, SCHEDULER()] = True
 
-    kv_transfer_config: Annotated[KVTransferConfig | None, CLUSTER("KV connector, in vLLM's JSON.")] = None
-    kv_events_config: Annotated[
-        KVEventsConfig | None, CLUSTER("Publication of KV events, in vLLM's JSON.")
-    ] = None
-    secret_file: Annotated[str | None, CLUSTER("File with the cluster secret; or set BATON_SECRET.")] = None
-    insecure_no_secret: Annotated[
-        bool,
-        CLUSTER("Transfer KV without a secret: trusts every process of this host. For tests."),
-    ] = False
+    tensor_parallel_size: Annotated[int, PARALLEL(short="-tp")] = 1
+    executor: Annotated[Executor | None, PARALLEL()] = None
+    max_concurrent_batches: Annotated[int, PARALLEL()] = 1
+    on_rank_death: Annotated[Literal["exit", "restart"], PARALLEL()] = "exit"
+    device: Annotated[Literal["auto", "cpu", "cuda"], PARALLEL()] = "auto"
+    graph_mode: Annotated[Literal["off", "auto", "piecewise", "full"], PARALLEL()] = "auto"
+    threads: Annotated[int, PARALLEL()] = 1
+
+    kv_transfer_config: Annotated[KVTransferConfig | None, CLUSTER()] = None
+    kv_events_config: Annotated[KVEventsConfig | None, CLUSTER()] = None
+    secret_file: Annotated[str | None, CLUSTER()] = None
+    insecure_no_secret: Annotated[bool, CLUSTER()] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

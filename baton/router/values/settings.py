@@ -26,30 +26,25 @@ PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity", "cost"
 
 
 class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits of the router's waits, in seconds. Every wait has one."""
+    """Time limits of the router's waits, in seconds. Every wait has one.
 
-    connect_s: Annotated[float, Option("Limit for connecting to an engine", "connect_timeout_s")] = 2.0
-    prefill_s: Annotated[
-        float, Option("Limit for the whole prefill leg, queueing at the engine included", "prefill_timeout_s")
-    ] = 120.0
-    first_byte_s: Annotated[float, Option("Limit for a stream's first piece", "first_byte_timeout_s")] = 120.0
-    answer_s: Annotated[
-        float, Option("Limit for the whole of an answer that is not streamed", "answer_timeout_s")
-    ] = 600.0
-    idle_s: Annotated[
-        float,
-        Option(
-            "Limit between two pieces of a stream; a client may stop reading for as long", "idle_timeout_s"
-        ),
-    ] = 60.0
-    total_s: Annotated[float, Option("Limit for one request with all attempts", "total_timeout_s")] = 3600.0
+    connect_s: Limit for connecting to an engine
+    prefill_s: Limit for the whole prefill leg, queueing at the engine included
+    first_byte_s: Limit for a stream's first piece
+    answer_s: Limit for the whole of an answer that is not streamed
+    idle_s: Limit between two pieces of a stream; a client may stop reading for as long
+    total_s: Limit for one request with all attempts
+    keepalive_s: How long an idle connection to an engine is used; engines keep it longer
+    """
+
+    connect_s: Annotated[float, Option("connect_timeout_s")] = 2.0
+    prefill_s: Annotated[float, Option("prefill_timeout_s")] = 120.0
+    first_byte_s: Annotated[float, Option("first_byte_timeout_s")] = 120.0
+    answer_s: Annotated[float, Option("answer_timeout_s")] = 600.0
+    idle_s: Annotated[float, Option("idle_timeout_s")] = 60.0
+    total_s: Annotated[float, Option("total_timeout_s")] = 3600.0
     # vLLM and uvicorn close idle connections after 5 s.
-    keepalive_s: Annotated[
-        float,
-        Option(
-            "How long an idle connection to an engine is used; engines keep it longer", "keepalive_timeout_s"
-        ),
-    ] = 2.0
+    keepalive_s: Annotated[float, Option("keepalive_timeout_s")] = 2.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -139,21 +134,15 @@ def sources_of(named: Sequence[KVEventsSource], urls: Iterable[str]) -> tuple[KV
 
 
 class PeerSettings(msgspec.Struct, frozen=True):
-    """Other routers of the same engines. They share loads and sessions."""
+    """Other routers of the same engines. They share loads and sessions.
 
-    bind: Annotated[
-        str,
-        Option(
-            "Endpoint on which this router publishes its load and sessions to other routers of the same "
-            "engines, such as tcp://10.0.0.1:5600.",
-            "peer_bind",
-            metavar="ENDPOINT",
-        ),
-    ]
-    routers: Annotated[
-        tuple[str, ...],
-        Option("Endpoint of another router; repeat for more.", "peer", metavar="ENDPOINT"),
-    ]
+    bind: Endpoint on which this router publishes its load and sessions to other routers of the same engines,
+        such as tcp://10.0.0.1:5600.
+    routers: Endpoint of another router; repeat for more.
+    """
+
+    bind: Annotated[str, Option("peer_bind", metavar="ENDPOINT")]
+    routers: Annotated[tuple[str, ...], Option("peer", metavar="ENDPOINT")]
     secret: str  # Secret that all of the routers have.
 
     def __post_init__(self) -> None:
@@ -167,54 +156,31 @@ class PeerSettings(msgspec.Struct, frozen=True):
 
 
 class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A queue in the router: no engine gets more than it can do soon. See `baton.router.fleet.admission`."""
+    """A queue in the router: no engine gets more than it can do soon. See `baton.router.fleet.admission`.
 
-    max_tokens: Annotated[
-        AtLeast0,
-        Option(
-            "Cap: an engine with so many prompt tokens to compute gets no other prompt. With this cap or "
-            "the next one, requests wait in the router by priority; 0: no cap.",
-            "max_prefill_tokens",
-        ),
-    ] = 0
-    by_priority: Annotated[
-        bool,
-        Option(
-            "With that cap: the engines compute urgent prompts first (`baton serve --scheduling-policy "
-            "priority`), so a prompt does not wait for less urgent ones.",
-            "engines_by_priority",
-        ),
-    ] = False
-    max_running: Annotated[
-        AtLeast0, Option("Cap: requests for each decode engine at once; 0: no cap.", "max_running")
-    ] = 0
-    max_waiting: Annotated[AtLeast1, Option("Requests that wait in the router; more get 429")] = 1024
-    ttft_s: Annotated[
-        float,
-        Option(
-            "With a cap: a request whose first token is predicted later gets 429 and Retry-After. A client "
-            "may ask for less with the header x-slo-ttft-ms",
-            "max_ttft_s",
-        ),
-    ] = 60.0
-    least_priority: Annotated[
-        int,
-        Option("With a cap: least value of `priority` that clients may name; less goes earlier"),
-    ] = 0
-    tenant_header: Annotated[
-        str | None,
-        Option(
-            "With a cap: header that names the tenant, set by a gateway. Default: the API key is the tenant. "
-            "Tenants get equal shares."
-        ),
-    ] = None
+    max_tokens: Cap: an engine with so many prompt tokens to compute gets no other prompt. With this cap or
+        the next one, requests wait in the router by priority; 0: no cap.
+    by_priority: With that cap: the engines compute urgent prompts first (`baton serve --scheduling-policy
+        priority`), so a prompt does not wait for less urgent ones.
+    max_running: Cap: requests for each decode engine at once; 0: no cap.
+    max_waiting: Requests that wait in the router; more get 429
+    ttft_s: With a cap: a request whose first token is predicted later gets 429 and Retry-After. A client may
+        ask for less with the header x-slo-ttft-ms
+    least_priority: With a cap: least value of `priority` that clients may name; less goes earlier
+    tenant_header: With a cap: header that names the tenant, set by a gateway. Default: the API key is the
+        tenant. Tenants get equal shares.
+    shares: Share of a tenant, compared with 1 of the others: NAME=SHARE; repeat for more.
+    """
+
+    max_tokens: Annotated[AtLeast0, Option("max_prefill_tokens")] = 0
+    by_priority: Annotated[bool, Option("engines_by_priority")] = False
+    max_running: Annotated[AtLeast0, Option()] = 0
+    max_waiting: Annotated[AtLeast1, Option()] = 1024
+    ttft_s: Annotated[float, Option("max_ttft_s")] = 60.0
+    least_priority: Annotated[int, Option()] = 0
+    tenant_header: Annotated[str | None, Option()] = None
     shares: Annotated[
-        tuple[tuple[str, float], ...],
-        Option(
-            "Share of a tenant, compared with 1 of the others: NAME=SHARE; repeat for more.",
-            "tenant_share",
-            parse=lambda texts: tuple(map(_share, texts)),
-        ),
+        tuple[tuple[str, float], ...], Option("tenant_share", parse=lambda texts: tuple(map(_share, texts)))
     ] = ()
 
     def __post_init__(self) -> None:
@@ -246,127 +212,78 @@ def _urls(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    # Engines at the start. Others join and leave (`values.members`).
-    prefill_urls: Annotated[
-        tuple[str, ...], Option("Root URL of a prefill engine; repeat for more.", "prefill", parse=_urls)
-    ]
-    decode_urls: Annotated[
-        tuple[str, ...], Option("Root URL of a decode engine; repeat for more.", "decode", parse=_urls)
-    ]
+    """Settings of the router. The engines are those at the start: others join and leave (`values.members`).
+
+    prefill_urls: Root URL of a prefill engine; repeat for more.
+    decode_urls: Root URL of a decode engine; repeat for more.
+    model_aliases: Another name of a model, for clients: ALIAS=MODEL; repeat for more.
+    mode: pull: one leg after the other; push: both at once, KV moves early
+    decode_leg: When push starts the decode leg. at_once; late: about when the prompt is computed; auto: late
+        for a vLLM on its prefill engine's host
+    first_token: Stream the prefill engine's first token immediately
+    hedge_prefill: In pull: let a second prefill engine compute a prompt that is late at the first one
+    resumes: Times that another engine continues a stream whose decode engine fails, where it gives the same
+        answer; 0: the stream ends with an error
+    policy: least_in_flight, round_robin, prefix_affinity, or cost: where the first token is expected soonest,
+        with little harm to others; a prompt may stay with a decode engine
+    kv_events: Where an engine publishes KV events, for --policy cost: URL=ENDPOINT[,REPLAY_ENDPOINT], such as
+        http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for more.
+        *=tcp://{host}:5557,tcp://{host}:5558 is for all others, also for those that join later.
+    tokenizer: Folder with the model's tokenizer.json, to find texts in the engines' caches.
+    on_prefill_failure: local: the decode engine computes the prompt; fail: the request fails
+    min_prefill_tokens: Shorter prompts (by estimate) go directly to a decode engine
+    drain_timeout_s: Time for running requests to end after SIGTERM
+    engine_ca: PEM file with the authorities of https engines (default: the system's).
+    access_log: File that gets a line of JSON for each request that has ended, without prompts and answers; -
+        is standard output.
+    engine_key_file: File with the API key of the engines; or set BATON_ENGINE_API_KEY. Default: the first of
+        the router's own keys; without any, the client's key is passed on.
+    outlier_detection: When errors eject an engine, with Envoy's names, such as '{"consecutive_5xx": 5}'; see
+        docs/operations.md.
+    """
+
+    prefill_urls: Annotated[tuple[str, ...], Option("prefill", parse=_urls)]
+    decode_urls: Annotated[tuple[str, ...], Option("decode", parse=_urls)]
     has_sources: bool = False  # Engines also come from elsewhere, or may come by registration only.
     reread_roles: tuple[Role, ...] = ()  # Roles whose engines come from a file that the router rereads.
-    model_aliases: Annotated[
-        dict[str, str],
-        Option(
-            "Another name of a model, for clients: ALIAS=MODEL; repeat for more.",
-            "model_alias",
-            parse=_aliases,
-        ),
-    ] = {}
-    mode: Annotated[Mode, Option("pull: one leg after the other; push: both at once, KV moves early")] = (
-        "pull"
-    )
-    decode_leg: Annotated[
-        DecodeLegStart,
-        Option(
-            "When push starts the decode leg. at_once; late: about when the prompt is computed; auto: late "
-            "for a vLLM on its prefill engine's host"
-        ),
-    ] = "auto"
-    first_token: Annotated[bool, Option("Stream the prefill engine's first token immediately")] = True
-    hedge_prefill: Annotated[
-        bool,
-        Option("In pull: let a second prefill engine compute a prompt that is late at the first one"),
-    ] = True
-    resumes: Annotated[
-        AtLeast0,
-        Option(
-            "Times that another engine continues a stream whose decode engine fails, where it gives the same "
-            "answer; 0: the stream ends with an error"
-        ),
-    ] = 2
-    policy: Annotated[
-        PolicyName,
-        Option(
-            "least_in_flight, round_robin, prefix_affinity, or cost: where the first token is expected "
-            "soonest, with little harm to others; a prompt may stay with a decode engine"
-        ),
-    ] = "least_in_flight"
+    model_aliases: Annotated[dict[str, str], Option("model_alias", parse=_aliases)] = {}
+    mode: Annotated[Mode, Option()] = "pull"
+    decode_leg: Annotated[DecodeLegStart, Option()] = "auto"
+    first_token: Annotated[bool, Option()] = True
+    hedge_prefill: Annotated[bool, Option()] = True
+    resumes: Annotated[AtLeast0, Option()] = 2
+    policy: Annotated[PolicyName, Option()] = "least_in_flight"
     kv_events: Annotated[
-        tuple[KVEventsSource, ...],
-        Option(
-            "Where an engine publishes KV events, for --policy cost: URL=ENDPOINT[,REPLAY_ENDPOINT], such as "
-            "http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for more. "
-            "*=tcp://{host}:5557,tcp://{host}:5558 is for all others, also for those that join later.",
-            parse=lambda texts: tuple(map(KVEventsSource.parse, texts)),
-        ),
+        tuple[KVEventsSource, ...], Option(parse=lambda texts: tuple(map(KVEventsSource.parse, texts)))
     ] = ()
-    tokenizer: Annotated[
-        str | None,
-        Option("Folder with the model's tokenizer.json, to find texts in the engines' caches."),
-    ] = None
-    on_prefill_failure: Annotated[
-        Literal["local", "fail"],
-        Option("local: the decode engine computes the prompt; fail: the request fails"),
-    ] = "local"
-    min_prefill_tokens: Annotated[
-        AtLeast0, Option("Shorter prompts (by estimate) go directly to a decode engine")
-    ] = 0
+    tokenizer: Annotated[str | None, Option()] = None
+    on_prefill_failure: Annotated[Literal["local", "fail"], Option()] = "local"
+    min_prefill_tokens: Annotated[AtLeast0, Option()] = 0
     prefill_attempts: int = 2
     decode_attempts: int = 2
     peers: PeerSettings | None = None
     admission: AdmissionSettings | None = None  # None: every request goes to the engines at once.
     max_answer_bytes: int = 32 << 20  # Limit of an answer that is not streamed: the router holds it whole.
-    drain_timeout_s: Annotated[
-        float, msgspec.Meta(ge=0), Option("Time for running requests to end after SIGTERM")
-    ] = 30.0
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0), Option()] = 30.0
     max_requests: int = 4096  # Requests in flight at once; more get 503.
     doors: HttpSettings = HttpSettings()
     tls: TlsFiles | None = None  # TLS of both ports, and for https engines that ask. None: HTTP without TLS.
-    engine_ca: Annotated[
-        str | None,
-        Option("PEM file with the authorities of https engines (default: the system's)."),
-    ] = None
+    engine_ca: Annotated[str | None, Option()] = None
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
-    access_log: Annotated[
-        str | None,
-        Option(
-            "File that gets a line of JSON for each request that has ended, without prompts and answers; - "
-            "is standard output."
-        ),
-    ] = None
+    access_log: Annotated[str | None, Option()] = None
     engine_api_key: str | None = None  # Key for requests to engines; None: the client's own key is passed on.
     engine_api_keys: tuple[tuple[str, str], ...] = ()  # Keys of single engines, by URL.
-    engine_key_file: Annotated[
-        str | None,
-        Option(
-            f"File with the API key of the engines; or set {ENGINE_API_KEY_ENV}. Default: the first of the "
-            "router's own keys; without any, the client's key is passed on.",
-            "engine_api_key_file",
-            content=ENGINE_API_KEY_ENV,
-        ),
-    ] = None
+    engine_key_file: Annotated[str | None, Option("engine_api_key_file", content=ENGINE_API_KEY_ENV)] = None
     engines_have_own_key: bool = False  # `engine_api_key` is the first of `doors.api_keys`.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
-    outlier_detection: Annotated[
-        OutlierDetection,
-        Option(
-            "When errors eject an engine, with Envoy's names, such as '{\"consecutive_5xx\": 5}'; see "
-            "docs/operations.md."
-        ),
-    ] = OutlierDetection()
+    outlier_detection: Annotated[OutlierDetection, Option()] = OutlierDetection()
 
     def __post_init__(self) -> None:
         check_urls(self.prefill_urls, "prefill_urls", may_be_empty=self.has_sources)
         check_urls(self.decode_urls, "decode_urls", may_be_empty=self.has_sources)
-        for name in (
-            "prefill_attempts",
-            "decode_attempts",
-            "max_answer_bytes",
-            "max_requests",
-        ):
+        for name in ("prefill_attempts", "decode_attempts", "max_answer_bytes", "max_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", field=name)
         urls = {without_credentials(url) for url in (*self.prefill_urls, *self.decode_urls)}
