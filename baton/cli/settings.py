@@ -104,7 +104,7 @@ def _parameter(name: str, kind: Any, info: Any, default: Any = None) -> inspect.
 
 
 def _settings_of(kind: type[msgspec.Struct]) -> Iterable[Setting]:
-    helps = {name: text for base in reversed(kind.__mro__) for name, text in _entries(base.__doc__ or "")}
+    helps = helps_of(kind)
     # Inherited fields last: a command's own options come before those of every server.
     for one in sorted(msgspec.structs.fields(kind), key=lambda one: one.name not in kind.__annotations__):
         options = [option for option in getattr(one.type, "__metadata__", ()) if isinstance(option, Option)]
@@ -123,10 +123,12 @@ def _settings_of(kind: type[msgspec.Struct]) -> Iterable[Setting]:
             yield Setting(option.name or one.name, one.name, one.type, found, default, option, help)
 
 
-def _entries(docstring: str) -> Iterable[tuple[str, str]]:
-    """Entries `field: help` of a class's docstring; lines that continue an entry are indented."""
-    found = re.findall(r"^(\w+): (.*(?:\n    .*)*)", inspect.cleandoc(docstring), re.MULTILINE)
-    return ((name, " ".join(text.split())) for name, text in found)
+def helps_of(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Entries `field: help` in the docstrings of a struct; lines that continue an entry are indented."""
+    own = [base for base in reversed(kind.__mro__) if base not in (object, msgspec.Struct)]
+    text = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in own)
+    found = re.findall(r"^(\w+): (.*(?:\n    .*)*)", text, re.MULTILINE)
+    return {name: " ".join(help.split()) for name, help in found}
 
 
 def _shown(default: Any) -> str:

@@ -9,34 +9,40 @@ from baton.http.auth import NO_AUTH, NO_KEY_FILES, AuthFile, AuthSettings, KeyFi
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The option `--limits` of `baton serve` and `baton route`. Raises ConfigError that names the field."""
+    """The option `--limits` of `baton serve` and `baton route`. Raises ConfigError that names the field.
 
-    max_connections: int = 4096  # Also at most a quarter of the process's file descriptors.
-    header_s: float = 10.0  # Time to send a request's headers. It starts when a connection is opened.
-    body_s: float = 30.0  # Time for a client to send its body.
-    idle_s: float = 75.0  # Time between a connection's requests. Clients and proxies close idle ones earlier.
+    max_connections: Open connections, also at most a quarter of the process's file descriptors. With more,
+        the connection that has waited longest for a request is closed.
+    header_s: Time to send a request's headers, from the opening of a connection. Then it is closed.
+    body_s: Time for a client to send its body; then 408
+    idle_s: Time between a connection's requests; then it is closed. Clients and proxies close idle ones
+        earlier
+    max_body_bytes: Size of a body; a larger one gets 413
+    inline_body_bytes: Size above which a worker process checks the JSON of a body first
+    total_body_bytes: Sum over all bodies that are being read or decoded; a further one gets 503 with
+        Retry-After
+    max_token_ids: Token ids in one request; more get 400
+    max_text_chars: Length of one prompt, as its chat template renders it; a longer one gets 400
+    render_s: Processor time for one chat template; then 400, and the worker process that renders is killed
+    admission_s: Time to parse, render and encode a request, before the engine has it; then 503
+    """
+
+    max_connections: int = 4096
+    header_s: float = 10.0
+    body_s: float = 30.0
+    idle_s: float = 75.0
     max_body_bytes: int = 32 << 20
-    inline_body_bytes: int = 4 << 20  # A worker process checks the JSON of larger bodies first.
-    total_body_bytes: int = 256 << 20  # Sum over all bodies that are being read or decoded.
-    max_token_ids: int = 1 << 20  # Token ids in one request.
-    max_text_chars: int = 4 << 20  # Length of one prompt, as its chat template renders it.
-    render_s: float = 1.0  # Processor time for one chat template.
-    admission_s: float = 10.0  # Time for all work on a request before the engine has it.
+    inline_body_bytes: int = 4 << 20
+    total_body_bytes: int = 256 << 20
+    max_token_ids: int = 1 << 20
+    max_text_chars: int = 4 << 20
+    render_s: float = 1.0
+    admission_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in HttpLimits.__struct_fields__:
             if not getattr(self, name) > 0:
                 raise ConfigError("must be positive", field=f"limits.{name}")
-
-    @classmethod
-    def from_json(cls, text: str) -> "HttpLimits":
-        """Decode limits. Raises ConfigError, or msgspec.ValidationError that names the key."""
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.ValidationError:
-            raise
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"is not JSON: {error}", field="limits") from error
 
 
 class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,27 +68,3 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
     def auth_file(self, now_s: Callable[[], float]) -> AuthFile:
         """`now_s`: the loop's clock."""
         return AuthFile(self.auth, self.key_files.auth, now_s)
-
-    @classmethod
-    def of(
-        cls,
-        limits: HttpLimits,
-        *,
-        api_keys: tuple[str, ...],
-        allowed_hosts: str,
-        admin_keys: tuple[str, ...] = (),
-        register_keys: tuple[str, ...] = (),
-        key_files: KeyFiles = NO_KEY_FILES,
-        auth: AuthSettings = NO_AUTH,
-    ) -> "HttpSettings":
-        """Make the settings; `allowed_hosts` is a list separated by commas."""
-        hosts = tuple(name.strip() for name in allowed_hosts.split(",") if name.strip())
-        return cls(
-            **msgspec.structs.asdict(limits),
-            api_keys=api_keys,
-            admin_keys=admin_keys,
-            register_keys=register_keys,
-            key_files=key_files,
-            auth=auth,
-            allowed_hosts=hosts,
-        )

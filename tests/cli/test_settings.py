@@ -39,13 +39,6 @@ def test_every_setting_has_a_section_and_only_one() -> None:
     assert sorted(listed) == sorted(ServeSettings.__struct_fields__)
 
 
-def test_the_operations_guide_lists_every_setting_in_its_section() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    for section, names in COMMAND.sections.items():
-        [row] = [line for line in guide.splitlines() if line.startswith(f"| `[{section}]` |")]
-        assert [name for name in names if f"`{name}`" not in row] == []
-
-
 def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = write(tmp_path, "[cache]\nblock_size = 8\n[server]\nport = 1\n[scheduler]\nmax_num_seqs = 3\n")
     environment = {"BATON_PORT": "2", "BATON_MAX_NUM_SEQS": "4"}

@@ -105,6 +105,52 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, compl
     assert complaint in result.output
 
 
+@pytest.mark.parametrize(
+    ("given", "environment", "complaint"),
+    [
+        ([], {"BATON_ROUTE_POLICE": "cost"}, "BATON_ROUTE_POLICE: is set in the environment"),
+        ([], {"BATON_ROUTE_POLICE": "cost"}, "did you mean BATON_ROUTE_POLICY?"),
+        (["--polcy", "cost"], {}, "--policy"),
+        (["--config", "{config}"], {}, "route.polcy: unknown in {config}; did you mean policy?"),
+        (["--mode", "shove"], {}, "one of pull, push (command line --mode)"),
+        ([], {"BATON_ROUTE_PORT": "http"}, "port: Expected `int`, got `str` (environment BATON_ROUTE_PORT)"),
+        (["--idle-timeout-s", "0"], {}, "timeouts.idle_s: must be positive (command line --idle-timeout-s)"),
+        ([], {"BATON_ROUTE_PORT": "70000"}, "port: must be in [0, 65535]; 0 selects a free one (environment"),
+    ],
+)
+def test_an_error_names_the_origin_and_what_was_meant(
+    tmp_path: Path, given: list[str], environment: dict[str, str], complaint: str
+) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text('[route]\npolcy = "cost"\n')
+    given = [argument.replace("{config}", str(config)) for argument in given]
+    wide = {"COLUMNS": "300", "TERM": "dumb"}
+    result = CliRunner().invoke(app, [*URLS, *given], env={**wide, **environment})
+    assert result.exit_code == 2
+    assert complaint.replace("{config}", str(config)) in result.output
+
+
+def test_texts_of_the_environment_get_the_types_of_the_settings(tmp_path: Path, started: list[Any]) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(
+        '[route]\nprefill = ["http://p:1/"]\ndecode = ["http://d:1"]\nlimits = { body_s = 5 }\n'
+    )
+    environment = {
+        "BATON_ROUTE_CONFIG": str(config),
+        "BATON_ROUTE_FIRST_TOKEN": "no",
+        "BATON_ROUTE_LOG_LEVEL": "INFO",
+        "BATON_ROUTE_MODEL_ALIAS": "a=b c=b",
+        "BATON_ROUTE_OUTLIER_DETECTION": '{"consecutive_5xx": 3}',
+    }
+    result = CliRunner().invoke(app, [], env=environment)
+    assert result.exit_code == 0, result.output
+    (settings,) = started
+    assert (settings.prefill_urls, settings.reread_roles) == (("http://p:1",), ("prefill", "decode"))
+    assert (settings.first_token, settings.doors.body_s) == (False, 5)
+    assert settings.model_aliases == {"a": "b", "c": "b"}
+    assert settings.outlier_detection.consecutive_5xx == 3
+
+
 def test_idle_connections_are_closed_by_clients_first(started: list[Any]) -> None:
     """Else a request sent when the router closes meets a reset; aiohttp keeps them for 15 s, nginx for 60."""
     assert CliRunner().invoke(app, URLS).exit_code == 0

@@ -69,15 +69,24 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutlierDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When errors eject an engine whose /health is good. The names are Envoy's."""
+    """When errors eject an engine whose /health is good. The names are Envoy's.
 
-    interval_s: float = 10.0  # The window in which answers count.
-    consecutive_5xx: int = 5  # Failed answers in a row. Broken streams, timeouts and 429 count, too.
+    interval_s: Window in which answers count
+    consecutive_5xx: Failed answers in a row. Broken streams, timeouts and 429 count, too
+    failure_percentage_threshold: Percentage of failed answers in the window
+    failure_percentage_request_volume: Answers in the window; with fewer no percentage counts
+    base_ejection_time_s: Time without requests, doubled when the engine fails again after it
+    max_ejection_time_s: Limit of that time
+    max_ejection_percent: Percentage of the engines of one role and model. One always stays
+    """
+
+    interval_s: float = 10.0
+    consecutive_5xx: int = 5
     failure_percentage_threshold: int = 50
-    failure_percentage_request_volume: int = 10  # Answers in the window; with fewer no percentage counts.
-    base_ejection_time_s: float = 2.0  # Doubled when the engine fails again after it.
+    failure_percentage_request_volume: int = 10
+    base_ejection_time_s: float = 2.0
     max_ejection_time_s: float = 30.0
-    max_ejection_percent: int = 50  # Share of the engines of one role and model. One always stays.
+    max_ejection_percent: int = 50
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
