@@ -8,83 +8,56 @@ With `--connector` of a store or of several connectors, every prompt is sent twi
 
 import os
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
+import msgspec
 import typer
+
+from baton.cli.settings import plain_entry
+from baton.cli.system_settings import SystemSettings
+from baton.core.option import AtLeast1, Option
 
 app = typer.Typer(help="Hand prompts over between two engines and compare with a single one.")
 
-Device = Literal["auto", "cpu", "cuda"]
 
-BLOCK_SIZE = 32  # The shortest prompt is below one block.
-NUM_BLOCKS = 1024
+class DemoSettings(SystemSettings, frozen=True, kw_only=True):
+    """Options of `baton demo`. The shortest prompt is below one block.
+
+    model: Folder of a checkpoint; by default a small model is made.
+    family: Family of the small model, as in `baton model new`; qwen3 by default.
+    connector: pull or push, like --mode; offload, shared-storage, tiered (through a restart) or multi (pull
+        with offload): each prompt is sent twice, the second time loaded from the store.
+    prompts: Number of prompts, of 20.
+    max_tokens: Tokens of each answer.
+    seed: Seed of the prompts.
+    device: Device of all engines. With cuda, they share one GPU.
+    kv_cache_dtype: Dtype of the KV cache, as in `baton serve`.
+    update_weights: Update the weights of the running pair, first P's and then D's, and roll back.
+    cache_dir: Folder in which the small model is kept.
+    keep: Leave the system running until Ctrl-C.
+    """
+
+    model: Annotated[Path | None, Option()] = None
+    family: Annotated[str | None, Option()] = None
+    connector: Annotated[str | None, Option()] = None
+    block_size: Annotated[AtLeast1, Option()] = 32
+    prompts: Annotated[Annotated[int, msgspec.Meta(ge=1, le=20)], Option()] = 20
+    max_tokens: Annotated[Annotated[int, msgspec.Meta(ge=1, le=512)], Option()] = 24
+    seed: Annotated[int, Option()] = 0
+    num_blocks: Annotated[Annotated[int, msgspec.Meta(ge=128)], Option()] = 1024
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option()] = "cpu"
+    kv_cache_dtype: Annotated[str | None, Option()] = None
+    update_weights: Annotated[bool, Option()] = False
+    cache_dir: Annotated[Path | None, Option()] = None
+    keep: Annotated[bool, Option()] = False
 
 
 @app.command()
-def demo(
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a checkpoint; by default a small model is made.")
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            help="Family of the small model, as in `baton model new`; qwen3 by default.", show_default=False
-        ),
-    ] = None,
-    connector: Annotated[
-        str | None,
-        typer.Option(
-            help="pull or push, like --mode; offload, shared-storage, tiered (through a restart) or multi "
-            "(pull with offload): each prompt is sent twice, the second time loaded from the store.",
-            show_default=False,
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            help="pull (default): one leg after the other; push: both at once, KV moves early.",
-            show_default=False,
-        ),
-    ] = None,
-    stream: Annotated[
-        str | None, typer.Option(help="When KV moves in push: off, chunk or layer.", show_default=False)
-    ] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
-    prefill_tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel size of the prefill engine, if different.", min=1)
-    ] = None,
-    decode_tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel size of the decode engine, if different.", min=1)
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = BLOCK_SIZE,
-    prefill_block_size: Annotated[
-        int | None, typer.Option(help="Of the prefill engine, if it is another.", min=1)
-    ] = None,
-    prompts: Annotated[int, typer.Option(help="Number of prompts, of 20.", min=1, max=20)] = 20,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=512)] = 24,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    num_blocks: Annotated[int, typer.Option(help="KV blocks of each engine.", min=128)] = NUM_BLOCKS,
-    device: Annotated[
-        Device, typer.Option(help="Device of all engines. With cuda, they share one GPU.")
-    ] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="Of the KV cache, as in `baton serve`.", show_default=False)
-    ] = None,
-    update_weights: Annotated[
-        bool,
-        typer.Option(
-            "--update-weights",
-            help="Update the weights of the running pair, first P's and then D's, and roll back.",
-        ),
-    ] = False,
-    cache_dir: Annotated[Path | None, typer.Option(help="Folder in which the small model is kept.")] = None,
-    log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
-) -> None:
+@partial(plain_entry, DemoSettings)
+def demo(settings: DemoSettings, _: list[str]) -> None:
     """Prefill on one engine, decode on another, and check every token against a single engine."""
     from rich.console import Console
 
@@ -92,21 +65,22 @@ def demo(
     from baton.cli.asking import AskingError
     from baton.cli.demo_rounds import plan_rounds
     from baton.cli.demo_update import plan_update
-    from baton.cli.system import EngineArguments, plan_system
+    from baton.cli.system import plan_system
     from baton.core.errors import ConfigError
 
+    model, connector = settings.model, settings.connector
     if model is not None and not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; omit --model to use a small model")
-    if model is not None and family is not None:
+    if model is not None and settings.family is not None:
         raise typer.BadParameter("--model has a family of its own; omit --family")
-    if update_weights and (model is not None or connector not in (None, "pull", "push")):
+    if settings.update_weights and (model is not None or connector not in (None, "pull", "push")):
         raise typer.BadParameter("--update-weights has two small models and a pair; omit --model and a store")
-    of_a_pair = (prefill_tp, decode_tp, prefill_block_size)
+    of_a_pair = (settings.prefill_tp, settings.decode_tp, settings.prefill_block_size)
     try:
         store, handoff = demo_run.choose(
-            connector, mode, stream, is_uneven=any(n is not None for n in of_a_pair)
+            connector, settings.mode, settings.stream, is_uneven=any(n is not None for n in of_a_pair)
         )
-        chosen = demo_run.choose_family(family)
+        chosen = demo_run.choose_family(settings.family)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console(highlight=False)
@@ -115,22 +89,23 @@ def demo(
         with (
             processes.raising_on_stop_signals(),
             ExitStack() as stack,
-            processes.Fleet(log_dir, env=_own_environment()) as fleet,
+            processes.Fleet(settings.log_dir, env=_own_environment()) as fleet,
         ):
             run = demo_run.Demo(
-                fleet=fleet, console=console, num_prompts=prompts, max_tokens=max_tokens, seed=seed
+                fleet=fleet,
+                console=console,
+                num_prompts=settings.prompts,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
             )
-            arguments = EngineArguments(
-                model or run.small_model(cache_dir or _cache_folder(), chosen),
-                tp=decode_tp or tp,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                dtype=dtype,
-                device=device,
-                extra=() if kv_cache_dtype is None else ("--kv-cache-dtype", kv_cache_dtype),
+            cache, dtype = settings.cache_dir or _cache_folder(), settings.kv_cache_dtype
+            arguments = settings.arguments(
+                model or run.small_model(cache, chosen),
+                device=settings.device,
+                extra=() if dtype is None else ("--kv-cache-dtype", dtype),
             )
-            if update_weights:
-                folders = [arguments.model, run.small_model(cache_dir or _cache_folder(), chosen, seed=1)]
+            if settings.update_weights:
+                folders = [arguments.model, run.small_model(cache, chosen, seed=1)]
                 plan = plan_update(arguments, folders, handoff)
                 url = plan.router_url
                 is_good = run.show_update(plan, folders)
@@ -146,14 +121,12 @@ def demo(
                     num_decode=1,
                     num_single=1,
                     handoff=handoff,
-                    prefill_arguments=replace(
-                        arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size
-                    ),
+                    prefill_arguments=settings.prefill_arguments(arguments),
                 )
                 url = plan.router_url
                 is_good = run.show_handoffs(plan)
             status = 0 if is_good else 1
-            if keep:
+            if settings.keep:
                 console.print(f"Still up at {url} until Ctrl-C.")
                 ended = fleet.wait_exit(None)
                 assert ended is not None

@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 import typer
@@ -31,7 +31,6 @@ from baton.core.json_text import NotJson, decode_json
 from baton.core.limited_file import read_limited
 from baton.core.option import Option
 from baton.core.validation import explain
-from baton.http.auth import parse_api_keys, read_key_file
 
 EXIT_BAD_CONFIG = 2
 MAX_CONFIG_BYTES = 1 << 20
@@ -53,7 +52,7 @@ class Setting:
     type: types.Type  # The kind without None.
     default: Any  # None: none, or the option may stay unset.
     option: Option
-    help: str
+    text: str  # Help, without the default.
 
     @property
     def is_list(self) -> bool:
@@ -70,19 +69,38 @@ class Setting:
             return "JSON"
         return "FILE" if self.name.endswith(_FILES) else self.option.metavar
 
+    @property
+    def help(self) -> str:
+        return self.text if self.text.endswith(".") else f"{self.text} (default {_shown(self.default)})."
+
     def parameter(self, panel: str | None) -> inspect.Parameter:
         """The option with default None: if it is not given, it must not hide the environment or the file."""
         kind = _FLAGS.get(type(self.type), list[str] if self.is_list else str)
-        shown: dict[str, Any] = {"help": self.help, "show_default": False, "metavar": self.metavar}
+        return _parameter(self.name, kind | None, self._info(self.help, panel, kind))
+
+    def plain_parameter(self) -> inspect.Parameter:
+        """The option of a command that reads no other origins, with its default."""
+        hint = self.kind.__origin__
+        is_optional = type(None) in get_args(hint)
+        inner = next(one for one in get_args(hint) if one is not type(None)) if is_optional else hint
+        kind = _FLAGS.get(type(self.type), inner)
+        has_default = self.default is not None
+        info = self._info(self.text.rstrip(".") + ".", None, kind, show_default=has_default)
+        default = self.default if is_optional or has_default else inspect.Parameter.empty
+        return _parameter(self.name, kind | None if is_optional else kind, info, default)
+
+    def _info(self, help: str, panel: str | None, kind: Any, *, show_default: bool = False) -> Any:
+        shown: dict[str, Any] = {"help": help, "show_default": show_default, "metavar": self.metavar}
         if self.option.is_argument:
-            return _parameter(self.name, kind | None, typer.Argument(**shown))
-        names = [f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag]
+            return typer.Argument(**shown)
+        names = [self.flag]
+        if kind is bool and not (show_default and self.default is False):
+            names[0] += f"/--no-{self.flag[2:]}"
         names += filter(None, [self.option.short])
-        shown |= {
-            "min": getattr(self.type, "ge", None),
-            "max": getattr(self.type, "le", None),
-        }
-        return _parameter(self.name, kind | None, typer.Option(*names, rich_help_panel=panel, **shown))
+        shown |= {"min": getattr(self.type, "ge", None), "max": getattr(self.type, "le", None)}
+        return typer.Option(
+            *names, rich_help_panel=panel, envvar=self.option.variable, show_envvar=False, **shown
+        )
 
     def convert(self, value: Any) -> Any:
         """The value of the field. Raises NotJson, ConfigError or msgspec.ValidationError."""
@@ -118,8 +136,6 @@ def _settings_of(kind: type[msgspec.Struct]) -> Iterable[Setting]:
             elif one.default is not msgspec.NODEFAULT:
                 default = one.default
             help = helps.get(one.name, "")
-            if not help.endswith("."):
-                help = f"{help} (default {_shown(default)})."
             yield Setting(option.name or one.name, one.name, one.type, found, default, option, help)
 
 
@@ -141,6 +157,29 @@ def _shown(default: Any) -> str:
             return msgspec.json.encode(default).decode()
         case _:
             return str(default)
+
+
+def plain_entry(kind: type[Kind], run: Callable[[Kind, list[str]], None]) -> Callable[..., None]:
+    """The function for typer of a command whose settings come from the command line only.
+
+    The second argument of `run` are the arguments that typer has not parsed.
+    """
+
+    def command(context: typer.Context, **options: Any) -> None:
+        run(kind(**options), context.args)
+
+    own = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    return _described(command, run, [own, *(one.plain_parameter() for one in _settings_of(kind))])
+
+
+def _described(
+    command: Callable[..., None], run: Callable[..., Any], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """`command` with the name and docstring of `run`, and with these parameters."""
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 class Command:
@@ -204,10 +243,7 @@ class Command:
             _parameter("config", Path | None, file),
             _parameter("show_config", bool, show, default=False),
         ]
-        command.__name__, command.__doc__ = run.__name__, run.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        return command
+        return _described(command, run, parameters)
 
     def resolve(
         self, given: Mapping[str, Any], *, environment: Mapping[str, str], config_file: str | None = None
@@ -343,6 +379,8 @@ def read_api_keys(
     file: str | None, environment: Mapping[str, str], *, variable: str, field: str
 ) -> tuple[str, ...]:
     """Return the keys of the file, or of the environment variable without a file. Raises ConfigError."""
+    from baton.http.auth import parse_api_keys, read_key_file
+
     if file is None:
         return parse_api_keys(environment.get(variable, ""), field=variable)
     return read_key_file(file, field=field)

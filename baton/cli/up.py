@@ -1,81 +1,55 @@
 """`baton up MODEL`: starts engines and a router, and ends them together."""
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
-from baton.cli.http_options import verifying_own
+from baton.cli.settings import plain_entry
+from baton.cli.system_settings import SystemSettings
+from baton.core.option import AtLeast1, Option
 
 app = typer.Typer(help="Start a whole prefill/decode system on this machine.")
 
-START_TIMEOUT_S = 180.0
+Count = Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+
+class UpSettings(SystemSettings, frozen=True, kw_only=True):
+    """Options of `baton up`.
+
+    model: Folder of the checkpoint.
+    prefill: Number of prefill engines.
+    decode: Number of decode engines.
+    host: Address of the router; engines stay on the loopback.
+    port: Port of the router.
+    tls_cert: PEM file with the router's certificate and chain.
+    tls_key: PEM file with the key of the certificate.
+    max_model_len: Limit for prompt plus answer, in tokens.
+    served_model_name: Name in the API.
+    on_death: When a process dies: restart it, with a growing delay and up to 5 times in 10 minutes, or exit
+        and stop all.
+    start_timeout_s: Time for all processes to be ready.
+    """
+
+    model: Annotated[Path, Option(metavar="MODEL", is_argument=True)]
+    prefill: Annotated[Count, Option()] = 1
+    decode: Annotated[Count, Option()] = 1
+    host: Annotated[str, Option()] = "127.0.0.1"
+    port: Annotated[Annotated[int, msgspec.Meta(ge=1, le=65535)], Option()] = 8000
+    tls_cert: Annotated[str | None, Option(variable="BATON_ROUTE_TLS_CERT")] = None
+    tls_key: Annotated[str | None, Option(variable="BATON_ROUTE_TLS_KEY")] = None
+    mode: Annotated[str, Option()] = "pull"
+    max_model_len: Annotated[AtLeast1 | None, Option()] = None
+    served_model_name: Annotated[str | None, Option()] = None
+    on_death: Annotated[Literal["restart", "exit"], Option()] = "restart"
+    start_timeout_s: Annotated[Annotated[float, msgspec.Meta(ge=1)], Option()] = 180.0
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
-def up(
-    context: typer.Context,
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the checkpoint.")],
-    prefill: Annotated[int, typer.Option(help="Number of prefill engines.", min=1, max=64)] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode engines.", min=1, max=64)] = 1,
-    mode: Annotated[
-        str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
-    ] = "pull",
-    stream: Annotated[
-        str | None, typer.Option(help="When KV moves in push: off, chunk or layer.", show_default=False)
-    ] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
-    prefill_tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel size of prefill engines, if different.", min=1)
-    ] = None,
-    decode_tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel size of decode engines, if different.", min=1)
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address of the router; engines stay on the loopback.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the router.", min=1, max=65535)] = 8000,
-    tls_cert: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the router: PEM file with its certificate and chain.",
-            envvar="BATON_ROUTE_TLS_CERT",
-            show_envvar=False,
-            show_default=False,
-        ),
-    ] = None,
-    tls_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the router: PEM file with the key of the certificate.",
-            envvar="BATON_ROUTE_TLS_KEY",
-            show_envvar=False,
-            show_default=False,
-        ),
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", min=1)] = None,
-    prefill_block_size: Annotated[
-        int | None, typer.Option(help="Of the prefill engines, if it is another.", min=1)
-    ] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each engine.", min=2)] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Limit for prompt plus answer, in tokens.", min=1)
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
-    on_death: Annotated[
-        Literal["restart", "exit"],
-        typer.Option(
-            help="When a process dies: restart it, with a growing delay and up to 5 times in 10 minutes, "
-            "or exit and stop all.",
-        ),
-    ] = "restart",
-    log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
-    start_timeout_s: Annotated[
-        float, typer.Option(help="Time for all processes to be ready.", min=1)
-    ] = START_TIMEOUT_S,
-) -> None:
+@partial(plain_entry, UpSettings)
+def up(settings: UpSettings, extra: list[str]) -> None:
     """Start engines and a router, restart processes that die, and stop all of them on Ctrl-C.
 
     Arguments after `--` are passed to each engine's `baton serve`, for example: baton up MODEL --
@@ -84,55 +58,52 @@ def up(
     from rich.console import Console
 
     from baton.cli import processes
+    from baton.cli.http_options import verifying_own
     from baton.cli.supervision import supervise
-    from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
+    from baton.cli.system import HandoffArguments, plan_system, start_system
     from baton.core.errors import ConfigError
     from baton.http.tls import TlsFiles
 
-    if not (model / "config.json").is_file():
-        raise typer.BadParameter(f"{model} has no config.json; `baton model new DIR` makes a small model")
-    if not processes.is_port_free(host, port):
-        raise typer.BadParameter(f"{host}:{port} is in use; choose another --port")
-    arguments = EngineArguments(
-        model,
-        decode_tp or tp,
-        block_size,
-        num_blocks,
-        max_model_len,
-        dtype,
-        served_model_name,
-        extra=tuple(context.args),
-    )
+    if not (settings.model / "config.json").is_file():
+        raise typer.BadParameter(
+            f"{settings.model} has no config.json; `baton model new DIR` makes a small model"
+        )
+    if not processes.is_port_free(settings.host, settings.port):
+        raise typer.BadParameter(f"{settings.host}:{settings.port} is in use; choose another --port")
     try:
-        handoff = HandoffArguments(mode, stream)
-        if (tls := TlsFiles.of(tls_cert, tls_key, None)) is not None:
+        handoff = HandoffArguments(settings.mode, settings.stream)
+        if (tls := TlsFiles.of(settings.tls_cert, settings.tls_key, None)) is not None:
             verifying_own(tls)  # Refuses files that do not fit.
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
+    arguments = settings.arguments(
+        settings.model,
+        max_model_len=settings.max_model_len,
+        served_model_name=settings.served_model_name,
+        extra=tuple(extra),
+    )
     plan = plan_system(
         arguments,
-        num_prefill=prefill,
-        num_decode=decode,
-        router_host=host,
-        router_port=port,
+        num_prefill=settings.prefill,
+        num_decode=settings.decode,
+        router_host=settings.host,
+        router_port=settings.port,
         router_tls=tls,
         handoff=handoff,
-        prefill_arguments=replace(
-            arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size
-        ),
+        prefill_arguments=settings.prefill_arguments(arguments),
     )
     console = Console(highlight=False)
     try:
-        with processes.raising_on_stop_signals(), processes.Fleet(log_dir) as fleet:
-            start_system(fleet, plan, timeout_s=start_timeout_s, console=console)
+        with processes.raising_on_stop_signals(), processes.Fleet(settings.log_dir) as fleet:
+            start_system(fleet, plan, timeout_s=settings.start_timeout_s, console=console)
             for engine in plan.engines:
                 console.print(f"{engine.name:<12} {engine.url}", soft_wrap=True)
             console.print(
-                f"{'router':<12} [bold]{plan.router_url}[/]  (page at /, logs in {log_dir})",
+                f"{'router':<12} [bold]{plan.router_url}[/]  (page at /, logs in {settings.log_dir})",
                 soft_wrap=True,
             )
             console.print(_example(plan.router_url), soft_wrap=True, markup=False)
-            if on_death == "restart":
+            if settings.on_death == "restart":
                 supervise(fleet, plan.roles, lambda line: console.print(line, markup=False, soft_wrap=True))
             ended = fleet.wait_exit(None)
             assert ended is not None

@@ -33,4 +33,5 @@ class Option:
     short: str | None = None
     is_argument: bool = False
     content: str | None = None  # Environment variable with the content of the file that this option names.
+    variable: str | None = None  # Environment variable of an option whose command has no others.
     parse: Callable[[Any], Any] | None = None
