@@ -48,17 +48,11 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     tp = settings.tensor_parallel_size
     config = EngineConfig(
         model_config=model,
-        cache_config=CacheConfig(
+        cache_config=resolved.values.make(
+            CacheConfig,
             block_size=default_block_size(model, tp) if settings.block_size is None else settings.block_size,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            hybrid_kv_cache=settings.hybrid_kv_cache,
         ),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            policy=settings.scheduling_policy,
-            enable_chunked_prefill=settings.enable_chunked_prefill,
-        ),
+        scheduler_config=resolved.values.make(SchedulerConfig),
         parallel_config=ParallelConfig(
             tensor_parallel_size=tp,
             executor=settings.ranks_executor,

@@ -314,7 +314,7 @@ class Command:
         except NotJson as error:
             raise ConfigError(f"is not JSON: {error} ({origin})", field=name) from error
         except ConfigError as error:
-            raise ConfigError(f"{error} ({origin})") from error
+            raise ConfigError(f"{error.problem} ({origin})", field=error.field) from error
         except msgspec.ValidationError as error:
             problem, path = explain(error, setting.kind)
             raise ConfigError(f"{problem} ({origin})", field=name + path) from error
@@ -347,8 +347,9 @@ class Values:
             return kind(**fields, **more)
         except ConfigError as error:
             wrong = (error.field or "").rpartition(".")[2]
-            named = (self.origins.get(one.name) for one in settings if one.field == wrong)
-            raise ConfigError(f"{error} ({next(named, None) or 'default'})") from error
+            name = next((one.name for one in settings if one.field == wrong), wrong)
+            origin = self.origins.get(name, "default")
+            raise ConfigError(f"{error.problem} ({origin})", field=error.field) from error
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Keys in the file that the setting names, or in the environment. Raises ConfigError."""

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import uuid
 from bisect import bisect_right
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ from baton.core.layout import (
     NO_SCALES,
     CacheSpec,
 )
+from baton.core.option import Option
 from baton.core.states import StatePart
 from baton.core.validation import explain
 
@@ -259,13 +260,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Cache of one engine.
+
+    enable_prefix_caching: Reuse the KV of equal prefixes
+    hybrid_kv_cache: auto: layers with a sliding window have their own block tables and free the blocks before
+        the window, if the connector supports groups. off: one table; windows are attention masks only
+    """
+
     block_size: int = 16  # Tokens in a block.
     num_gpu_blocks: int = 2048  # vLLM's name. Blocks of the pool on any device.
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Annotated[bool, Option(section="cache")] = True
     hash_seed: str = HASH_SEED
-    # "auto": layers with a sliding window have their own block tables and free the blocks before the window,
-    # if the connector supports groups (SupportsHMA). "off": one table; windows are attention masks only.
-    hybrid_kv_cache: Literal["auto", "off"] = "auto"
+    hybrid_kv_cache: Annotated[Literal["auto", "off"], Option(section="cache")] = "auto"
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= BLOCK_SIZE_MAX:
@@ -275,10 +281,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    max_num_batched_tokens: int = 2048  # Token budget of one step.
-    max_num_seqs: int = 256  # Requests running at once.
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    enable_chunked_prefill: bool = True
+    """Scheduler of one engine.
+
+    max_num_batched_tokens: Token budget of a step
+    max_num_seqs: Largest number of running requests
+    policy: fcfs or priority
+    enable_chunked_prefill: Spread long prompts over steps
+    """
+
+    max_num_batched_tokens: Annotated[int, Option(section="scheduler")] = 2048
+    max_num_seqs: Annotated[int, Option(section="scheduler")] = 256
+    policy: Annotated[Literal["fcfs", "priority"], Option("scheduling_policy", "scheduler")] = "fcfs"
+    enable_chunked_prefill: Annotated[bool, Option(section="scheduler")] = True
     long_prefill_token_threshold: int = 0  # Most tokens of one prompt in a step; 0: no limit.
 
     def __post_init__(self) -> None:

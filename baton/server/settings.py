@@ -13,15 +13,15 @@ from baton.http.options import REGISTER_KEY_ENV, SERVER, HttpOptions
 from baton.http.registration import TTL_S, Registration, Role, register_places
 
 DRAIN_S = Timers().ttl_s  # Every loan is released or has expired after one lease.
-MODEL, CACHE, SCHEDULER, PARALLEL, CLUSTER = (
-    partial(Option, section=section) for section in ("model", "cache", "scheduler", "parallel", "cluster")
+MODEL, CACHE, PARALLEL, CLUSTER = (
+    partial(Option, section=section) for section in ("model", "cache", "parallel", "cluster")
 )
 
 Executor = Literal["inprocess", "multiprocess", "ray"]
 
 
 class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of `baton serve`. Raises ConfigError that names the field.
+    """Settings of `baton serve` besides CacheConfig and SchedulerConfig. Raises ConfigError with the field.
 
     model: Folder of the checkpoint.
     served_model_name: Model name in the API (default: the folder's name).
@@ -47,13 +47,7 @@ class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_field
     block_size: Tokens in a block (default 16; with recurrent states as many as have their size).
     num_blocks: Blocks of the cache (default 2048).
     kv_cache_memory: Size of the cache on each rank, such as 512MiB, instead of --num-blocks.
-    enable_prefix_caching: Reuse the KV of equal prefixes
-    hybrid_kv_cache: auto: layers with a sliding window free the blocks before it; off
     kv_cache_dtype: auto (that of the model), fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head
-    max_num_batched_tokens: Token budget of a step
-    max_num_seqs: Largest number of running requests
-    scheduling_policy: fcfs or priority
-    enable_chunked_prefill: Spread long prompts over steps
     tensor_parallel_size: Ranks that share the model
     executor: Executor of the ranks: inprocess, multiprocess or ray (default: multiprocess for several).
     max_concurrent_batches: Steps in flight at once
@@ -89,14 +83,7 @@ class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_field
     block_size: Annotated[int | None, CACHE()] = None
     num_blocks: Annotated[int | None, CACHE()] = None
     kv_cache_memory: Annotated[str | None, CACHE()] = None
-    enable_prefix_caching: Annotated[bool, CACHE()] = True
-    hybrid_kv_cache: Annotated[Literal["auto", "off"], CACHE()] = "auto"
     kv_cache_dtype: Annotated[KVCacheDtype, CACHE()] = "auto"
-
-    max_num_batched_tokens: Annotated[int, SCHEDULER()] = 2048
-    max_num_seqs: Annotated[int, SCHEDULER()] = 256
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], SCHEDULER()] = "fcfs"
-    enable_chunked_prefill: Annotated[bool, SCHEDULER()] = True
 
     tensor_parallel_size: Annotated[int, PARALLEL(short="-tp")] = 1
     executor: Annotated[Executor | None, PARALLEL()] = None
