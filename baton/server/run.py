@@ -69,7 +69,6 @@ class Parts(NamedTuple):
     connector_log: ConnectorLog | None = None
     new_registrar: Callable[[str], Registrar | None] = lambda url: None  # Called in the event loop.
     places_lent: tuple[str, ...] = ()  # See `EngineCard`.
-    places_lent: tuple[str, ...] = ()  # See `Introduction`.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
 
 

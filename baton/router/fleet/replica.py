@@ -5,6 +5,8 @@ Pure: notes and time are arguments. `links.py` says which note goes to which pro
 
 from collections.abc import Iterable
 
+import msgspec
+
 from baton.router.fleet.breaker import Probe, ProbeKind
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.notes import (
