@@ -8,7 +8,7 @@ import msgspec
 from baton.engine import api
 from baton.engine.core import core_messages as core
 from baton.engine.core.weights_update import UpdateEnd, WeightsUpdate
-from baton.http.workers import Answer
+from baton.http.workers import JobResult
 from tests.golden.golden import check
 from tests.golden.samples import ENGINE_CONFIG
 from tests.golden.shapes import shape
@@ -62,7 +62,7 @@ def test_fields() -> None:
     kinds = {
         "to the engine core": core.ToCore,
         "from the engine core": core.FromCore,
-        "from an HTTP worker": Answer,
+        "from an HTTP worker": JobResult,
     }
     check("engine_fields", [line for name, kind in kinds.items() for line in (f"# {name}", *shape(kind))])
 
@@ -72,4 +72,4 @@ def test_bytes() -> None:
     lines = [
         f"{message.__struct_config__.tag}: {msgspec.msgpack.encode(message).hex()}" for message in MESSAGES
     ]
-    check("engine_bytes", [*lines, f"HTTP worker: {msgspec.msgpack.encode(Answer('user', 'm', 'f')).hex()}"])
+    check("engine_bytes", [*lines, f"HTTP worker: {msgspec.msgpack.encode(JobResult('user', 'm', 'f')).hex()}"])
