@@ -147,10 +147,13 @@ def check_loads(peers: Peers, steps: list[tuple[str, int, str]]) -> None:
 
 def test_only_what_waits_at_the_engines_is_news_of_a_load() -> None:
     peers = Peers("own", KEY)
-    assert peers.read(Peers("a", KEY).write([load(1)], 100.0), 100.0, 0.0).has_new_load
+    peers.read(Peers("a", KEY).write([load(1)], 100.0), 100.0, 0.0)
+    before = peers.load()
     rows = [msgspec.structs.replace(row, num_heard=99, num_requests=99) for row in load(1).engines]
-    assert not peers.hear(message(2, Load(3, rows)), 0.0).has_new_load
-    assert peers.hear(message(3, load(2)), 0.0).has_new_load
+    peers.hear(message(2, Load(3, rows)), 0.0)
+    assert peers.load() == before
+    peers.hear(message(3, load(2)), 0.0)
+    assert peers.load() != before
 
 
 def test_a_router_that_was_silent_is_heard_again() -> None:

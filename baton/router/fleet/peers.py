@@ -11,12 +11,13 @@ silent for SILENT_S counts as dead: its requests are no load any more.
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from baton.core.errors import PeerError
+from baton.router.fleet.links import NOTHING
 from baton.router.fleet.notes import EngineLoad, Load, TurnKept, TurnTaken
 from baton.router.fleet.replica import sum_of
 
@@ -61,8 +62,7 @@ def unseal(data: bytes, secret: bytes, unix_s: float) -> Message:
 class _Peer:
     number: int = 0
     heard_at_s: float = 0.0
-    heard: list[EngineLoad] = field(default_factory=list)  # Rows of its last load, unchanged.
-    load: Load = field(default_factory=lambda: Load(0, []))
+    load: Load = NOTHING  # The last one, without counts of the past.
 
 
 class News(NamedTuple):
@@ -70,7 +70,6 @@ class News(NamedTuple):
 
     turns: Sequence[TurnKept | TurnTaken] = ()
     is_new: bool = False  # The router was not known: it does not know the turns of this router yet.
-    has_new_load: bool = False
 
 
 class Peers:
@@ -105,17 +104,12 @@ class Peers:
         self._silent.pop(message.router, None)
         peer.number, peer.heard_at_s = message.number, now_s
         turns: list[TurnKept | TurnTaken] = []
-        has_new_load = False
         for note in message.notes:
             if isinstance(note, Load):
-                rows = peer.load.engines
-                if note.engines != peer.heard:  # Most loads of an idle router repeat the one before.
-                    peer.heard, rows = note.engines, [_waiting(row) for row in note.engines]
-                    has_new_load |= rows != peer.load.engines
-                peer.load = Load(note.num_requests, rows)
+                peer.load = Load(note.num_requests, [_waiting(row) for row in note.engines])
             else:
                 turns.append(note)
-        return News(turns, is_new, has_new_load)
+        return News(turns, is_new)
 
     def expire(self, now_s: float) -> bool:
         """Forget routers that are silent. True: there was one."""

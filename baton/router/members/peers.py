@@ -113,8 +113,7 @@ class PeerLink:
         news = self.peers.read(data, time.time(), self._loop.time())
         for turn in news.turns:
             self._links.hear(turn, self)
-        if news.has_new_load:
-            self._links.hear(self.peers.load(), self)
+        self._links.hear(self.peers.load(), self)
         if news.is_new:
             logger.info("another router is there")
             self._publish([*self._links.replica.kept_turns()])

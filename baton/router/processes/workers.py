@@ -18,7 +18,7 @@ from baton.router.processes.messages import (
     decode_from_worker,
 )
 from baton.router.request.timeline import RequestTimeline, latest_first
-from baton.router.shell.frames import FrameStream, Process, start_process
+from baton.router.shell.frames import FrameStream, Process, child
 from baton.router.shell.metrics import GAUGES, Samples, sum_families
 from baton.router.shell.tasks import Tasks
 
@@ -118,39 +118,33 @@ class Workers:
         """Keep one worker running; start its successors. `first` has a result when the first one listens."""
         while not self._is_ending:
             try:
-                worker = await self._start_worker(first)
+                number, status = await self._run(first)
             except OSError as error:  # No memory, or no descriptors, for now.
-                if not first.done():
-                    first.set_exception(NotStarted(f"a worker cannot be started: {error}"))
-                    return
-                logger.error("a worker cannot be started: %s", error)
-                await asyncio.sleep(RESTART_S)
-                continue
-            try:
-                status = await worker.process.wait()
-            finally:
-                self._forget(worker)
-                worker.process.kill()
-                await worker.process.wait()
+                why = f"a worker cannot be started: {error}"
+            else:
+                why = f"worker {number} has ended with status {status}"
             if not first.done():
-                first.set_exception(NotStarted(f"a worker has ended with status {status}"))
-                return
+                return first.set_exception(NotStarted(why))
             if not self._is_ending:
-                logger.error("worker %d has ended with status %d; another one starts", worker.number, status)
+                logger.error("%s; another one starts", why)
                 await asyncio.sleep(RESTART_S)
+        return None
 
-    async def _start_worker(self, first: asyncio.Future[None]) -> WorkerProcess:
+    async def _run(self, first: asyncio.Future[None]) -> tuple[int, int]:
+        """Run one worker until it ends. Return its number and exit status. Raises OSError."""
         self._num_started += 1
         number = self._num_started
         stream = FrameStream(decode_from_worker, lambda frame: self._on_frame(number, frame, first))
-        process = await start_process("baton.router.processes.worker", stream)
-        worker = self.running[number] = WorkerProcess(number, stream, process)
-        self._on_start(worker)
-        return worker
+        async with child("baton.router.processes.worker", stream) as process:
+            worker = self.running[number] = WorkerProcess(number, stream, process)
+            try:
+                self._on_start(worker)
+                return number, await process.wait()
+            finally:
+                self._forget(worker)
 
     def _forget(self, worker: WorkerProcess) -> None:
         del self.running[worker.number]
-        worker.stream.close()
         counted = {name: family for name, family in worker.samples.items() if name not in GAUGES}
         self._ended = sum_families([self._ended, counted])
         self._on_end(worker)

@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -73,8 +74,9 @@ class Process:
         self._child.kill()
 
 
-async def start_process(module: str, stream: "FrameStream") -> Process:
-    """Start a Python process that runs the module's `main(descriptor)` with the other end of `stream`.
+@asynccontextmanager
+async def child(module: str, stream: "FrameStream") -> AsyncIterator[Process]:
+    """Run a Python process with the module's `main(descriptor)` and the other end of `stream`. Kill it after.
 
     The child starts with its parent's signals blocked, until it ignores them: else a signal during its
     imports would end it. `asyncio.create_subprocess_exec` cannot do this: uvloop gives a child an empty mask.
@@ -83,7 +85,13 @@ async def start_process(module: str, stream: "FrameStream") -> Process:
     ours, theirs = socket.socketpair()
     with theirs:
         await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
-        return Process(_spawn(module, theirs.fileno()))
+        process = Process(_spawn(module, theirs.fileno()))
+    try:
+        yield process
+    finally:
+        stream.close()
+        process.kill()
+        await process.wait()
 
 
 def _spawn(module: str, descriptor: int) -> "subprocess.Popen[bytes]":

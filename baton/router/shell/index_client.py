@@ -19,7 +19,7 @@ from baton.router.fleet.engine import Engine
 from baton.router.request.events import Found, Look
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
-from baton.router.shell.frames import FrameStream, start_process
+from baton.router.shell.frames import FrameStream, child
 from baton.router.shell.parts import Parts
 from baton.router.shell.tasks import Tasks
 from baton.router.values.settings import KVEventsSource, sources_of
@@ -157,17 +157,11 @@ class IndexOwner:
         """Run one process until it ends. Raises OSError."""
         settings = self._settings
         stream = FrameStream(wire.decode_report, self._on_frame)
-        process = await start_process("baton.router.shell.index_process", stream)
-        try:
+        async with child("baton.router.shell.index_process", stream) as process:
             stream.send(wire.Begin(self.path, self._sources, settings.tokenizer, self._log_config))
             self._stream = stream
             status = await process.wait()
             logger.error("the index of prefixes has ended with status %d; another one starts", status)
-        finally:
-            self._stream = None
-            stream.close()
-            process.kill()
-            await process.wait()
 
     def _on_frame(self, frame: wire.Ready | wire.Known | wire.Cleared) -> None:
         if isinstance(frame, wire.Ready):

@@ -273,13 +273,18 @@ class IndexProcess:
         if self._parent is not None:
             self._parent.send(Cleared(url))
 
-    def reset(self, url: str) -> None:
-        if (found := self._sources.get(url)) is not None:
-            found[0].reset()
-
-    def forget_old(self, url: str) -> None:
-        if url in self._sources:
-            self._index.forget_old(url)
+    def hear(self, order: FromParent) -> None:
+        match order:
+            case Reset(url):
+                if (found := self._sources.get(url)) is not None:
+                    found[0].reset()
+            case Updated(url):
+                if url in self._sources:
+                    self._index.forget_old(url)
+            case Follow(sources):
+                self.follow(sources)
+            case Begin():
+                raise AssertionError("the process has begun")
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -335,50 +340,26 @@ class IndexProcess:
 
 async def _run(stream: socket.socket) -> int:
     """Return the exit status."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-    running: list[IndexProcess] = []
-    starting: list[asyncio.Task[None]] = []
-    paths: list[Path] = []
-    early: list[Follow] = []  # Frames that came before the process could follow.
-
-    async def begin(frame: Begin) -> None:
-        logging.config.dictConfig(frame.log_config)
-        paths.append(Path(frame.path))
-        process = IndexProcess(frame)
+    frames: asyncio.Queue[FromParent | None] = asyncio.Queue()  # None: the parent has ended.
+    parent = FrameStream(decode_from_parent, frames.put_nowait, lambda: frames.put_nowait(None))
+    await asyncio.get_running_loop().create_unix_connection(lambda: parent, sock=stream)
+    begin = await frames.get()
+    if not isinstance(begin, Begin):
+        return 0
+    logging.config.dictConfig(begin.log_config)
+    try:
+        process = IndexProcess(begin)
         await process.start(parent)
-        for follow in early:
-            process.follow(follow.sources)
-        running.append(process)
-
-    def hear_start(task: asyncio.Task[None]) -> None:
-        if (error := task.exception()) is not None:
-            logger.critical("the index of prefixes cannot be started", exc_info=error)
-            end(1)
-
-    def end(status: int) -> None:
-        if not ended.done():
-            ended.set_result(status)
-
-    def on_frame(frame: FromParent) -> None:
-        if isinstance(frame, Begin):
-            starting.append(loop.create_task(begin(frame)))
-            starting[0].add_done_callback(hear_start)
-        elif isinstance(frame, Reset) and running:
-            running[0].reset(frame.url)
-        elif isinstance(frame, Updated) and running:
-            running[0].forget_old(frame.url)
-        elif isinstance(frame, Follow):
-            early.append(frame) if not running else running[0].follow(frame.sources)
-
-    parent = FrameStream(decode_from_parent, on_frame, lambda: end(0))
-    await loop.create_unix_connection(lambda: parent, sock=stream)
-    status = await ended
-    for path in paths:  # A router that was killed could not remove them.
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()
-    return status
+        while (frame := await frames.get()) is not None:
+            process.hear(frame)
+        return 0
+    except Exception:
+        logger.critical("the index of prefixes cannot be started, or has failed", exc_info=True)
+        return 1
+    finally:
+        with suppress(OSError):  # A router that was killed could not remove them.
+            os.unlink(begin.path)
+            os.rmdir(os.path.dirname(begin.path))
 
 
 def main(descriptor: int) -> None:

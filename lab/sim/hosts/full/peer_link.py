@@ -65,7 +65,6 @@ class PeerLink:
         for turn in news.turns:
             self._world.count(f"a router's message: {type(turn).__name__}")
             self._links.hear(turn, self)
-        if news.has_new_load:
-            self._links.hear(self.peers.load(), self)
+        self._links.hear(self.peers.load(), self)
         if news.is_new:
             self._publish([*self._links.replica.kept_turns()])
