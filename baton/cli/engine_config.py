@@ -53,14 +53,11 @@ def engine_config(resolved: Resolved) -> EngineConfig:
             block_size=default_block_size(model, tp) if settings.block_size is None else settings.block_size,
         ),
         scheduler_config=resolved.values.make(SchedulerConfig),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=tp,
-            executor=settings.ranks_executor,
-            max_concurrent_batches=settings.max_concurrent_batches,
-            on_rank_death=settings.on_rank_death,
+        parallel_config=resolved.values.make(
+            ParallelConfig, tensor_parallel_size=tp, executor=settings.ranks_executor
         ),
-        device_config=DeviceConfig(
-            device=_device(settings), num_threads=settings.threads, graph_mode=settings.graph_mode
+        device_config=resolved.values.make(
+            DeviceConfig, device=_device(settings), num_threads=settings.threads
         ),
         kv_transfer_config=settings.kv_transfer_config,
         kv_events_config=settings.kv_events_config,

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.cli.http_options import http_settings
 from baton.cli.settings import Command, Values
-from baton.core.config import CacheConfig, ClusterSecret, SchedulerConfig
+from baton.core.config import CacheConfig, ClusterSecret, DeviceConfig, ParallelConfig, SchedulerConfig
 from baton.core.errors import ConfigError
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
 from baton.http.gate import is_loopback
@@ -23,6 +23,8 @@ COMMAND = Command(
     ServeSettings,
     CacheConfig,
     SchedulerConfig,
+    ParallelConfig,
+    DeviceConfig,
     prefix="BATON_",
     others=(
         SECRET_ENV,

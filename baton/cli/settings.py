@@ -357,22 +357,24 @@ class Values:
         assert variable is not None
         return read_api_keys(self[name], self.environment, variable=variable, field=name)
 
-    def shown(self, unset: Callable[[str], str] = lambda name: "not set") -> str:
+    def shown(self, unset: Callable[[str], str | None] = lambda name: None) -> str:
         """All settings with their origins, as a TOML file with the same effect.
 
-        `unset`: describes the value that applies to a setting without one.
+        `unset`: describes the value that applies to a setting without one. None: the help does, if it ends
+        with "(default: ...)".
         """
         lines: list[str] = []
         for section, names in self.command.sections.items():
             lines += [f"[{section}]", *(self._line(name, unset) for name in names), ""]
         return "\n".join(lines).rstrip("\n")
 
-    def _line(self, name: str, unset: Callable[[str], str]) -> str:
+    def _line(self, name: str, unset: Callable[[str], str | None]) -> str:
         setting = self.command.settings[name]
         is_parsed = setting.is_list and setting.option.parse is not None
         value = self.given.get(name, ()) if is_parsed else self[name]
         if value is None:
-            return f"# {name}: {unset(name)}"
+            in_help = re.search(r"\(default: (.*)\)\.$", setting.text)
+            return f"# {name}: {unset(name) or (in_help[1] if in_help else 'not set')}"
         return f"{name} = {to_toml(value)}  # {self.origins.get(name, 'default')}"
 
 

@@ -303,10 +303,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks of one engine.
+
+    max_concurrent_batches: Steps in flight at once; above 1 hides the scheduler's time
+    on_rank_death: exit, or restart the ranks; open requests fail in both cases
+    """
+
     tensor_parallel_size: int = 1
     executor: Literal["inprocess", "multiprocess", "ray"] = "inprocess"
-    max_concurrent_batches: int = 1  # Steps in flight; above 1 hides the scheduler's time.
-    on_rank_death: Literal["exit", "restart"] = "exit"
+    max_concurrent_batches: Annotated[int, Option(section="parallel")] = 1
+    on_rank_death: Annotated[Literal["exit", "restart"], Option(section="parallel")] = "exit"
     rank: int = 0  # Rank of this process. The code that makes a rank's connector sets it.
 
     @property
@@ -330,11 +336,16 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Device of the ranks.
+
+    graph_mode: CUDA graphs of decode steps: off, auto, piecewise, full. auto: on a GPU, piecewise or full as
+        the connector needs it; off on a CPU, where graphs bring no gain
+    """
+
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = 1  # Torch intra-op threads of one rank (CPU).
-    # Decode steps captured once per batch size and replayed (`baton.engine.graphs`). auto: on a GPU,
-    # piecewise or full as the connector needs it; off on a CPU, where graphs bring no gain.
-    graph_mode: Literal["off", "auto", "piecewise", "full"] = "auto"
+    # Decode steps are captured once per batch size and replayed (`baton.engine.graphs`).
+    graph_mode: Annotated[Literal["off", "auto", "piecewise", "full"], Option(section="parallel")] = "auto"
     graph_buckets: tuple[int, ...] = ()  # Batch sizes; empty: 1, 2, 4, ... up to max_num_seqs.
 
     def __post_init__(self) -> None:

@@ -21,12 +21,12 @@ Executor = Literal["inprocess", "multiprocess", "ray"]
 
 
 class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `baton serve` besides CacheConfig and SchedulerConfig. Raises ConfigError with the field.
+    """Settings of `baton serve` that EngineConfig has not. Raises ConfigError that names the field.
 
     model: Folder of the checkpoint.
     served_model_name: Model name in the API (default: the folder's name).
     dtype: auto, float32, bfloat16 or float16
-    max_model_len: Limit for prompt plus answer, in tokens (default: the model's).
+    max_model_len: Limit for prompt plus answer, in tokens (default: the model's, or what the KV cache holds).
     seed: Seed of requests that have none
     weights_version: Name of the weights, part of their identity in the fleet: for an engine that joins one
         whose weights were updated under this name.
@@ -44,16 +44,13 @@ class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_field
     register_key_file: File with the administrator's key of the routers; or set BATON_REGISTER_KEY (default:
         the first of this engine's administrator's keys, or of its keys).
     register_ca: PEM file with the authorities of https routers (default: the system's).
-    block_size: Tokens in a block (default 16; with recurrent states as many as have their size).
+    block_size: Tokens in a block (default: 16; with recurrent states as many as have their size).
     num_blocks: Blocks of the cache (default 2048).
     kv_cache_memory: Size of the cache on each rank, such as 512MiB, instead of --num-blocks.
     kv_cache_dtype: auto (that of the model), fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head
     tensor_parallel_size: Ranks that share the model
     executor: Executor of the ranks: inprocess, multiprocess or ray (default: multiprocess for several).
-    max_concurrent_batches: Steps in flight at once
-    on_rank_death: exit, or restart the ranks; open requests fail in both cases
     device: auto, cpu or cuda
-    graph_mode: CUDA graphs of decode steps: off, auto, piecewise, full
     threads: Compute threads of one rank on CPU
     kv_transfer_config: KV connector, in vLLM's JSON.
     kv_events_config: Publication of KV events, in vLLM's JSON.
@@ -87,10 +84,7 @@ class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_field
 
     tensor_parallel_size: Annotated[int, PARALLEL(short="-tp")] = 1
     executor: Annotated[Executor | None, PARALLEL()] = None
-    max_concurrent_batches: Annotated[int, PARALLEL()] = 1
-    on_rank_death: Annotated[Literal["exit", "restart"], PARALLEL()] = "exit"
     device: Annotated[Literal["auto", "cpu", "cuda"], PARALLEL()] = "auto"
-    graph_mode: Annotated[Literal["off", "auto", "piecewise", "full"], PARALLEL()] = "auto"
     threads: Annotated[int, PARALLEL()] = 1
 
     kv_transfer_config: Annotated[KVTransferConfig | None, CLUSTER()] = None
@@ -167,11 +161,9 @@ class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_field
     def moves_kv(self) -> bool:
         return self.kv_transfer_config is not None and self.kv_transfer_config.is_kv_transfer_instance
 
-    def unset(self, name: str) -> str:
-        """Describe the value that applies to a setting without one."""
+    def unset(self, name: str) -> str | None:
+        """Describe the value that applies to a setting without one. None: its help does."""
         match name:
-            case "block_size":
-                return f"{CacheConfig().block_size}; with recurrent states as many tokens as have their size"
             case "num_blocks" if self.kv_cache_memory is None:
                 return f"{CacheConfig().num_gpu_blocks} (default)"
             case "num_blocks":
@@ -180,12 +172,8 @@ class ServeSettings(HttpOptions, frozen=True, kw_only=True, forbid_unknown_field
                 return f"{self.drains_for_s:g} (default of this role)"
             case "executor":
                 return f"{self.ranks_executor} (default for {self.tensor_parallel_size} ranks)"
-            case "served_model_name":
-                return "the name of the model's folder"
-            case "max_model_len":
-                return "the value in the model's config.json, or what the KV cache holds"
             case _:
-                return "not set"
+                return None
 
 
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b?|b)?", re.IGNORECASE | re.ASCII)
