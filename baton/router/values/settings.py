@@ -295,6 +295,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("prefill_attempts", "decode_attempts", "max_answer_bytes", "max_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", field=name)
+        for name in ("resumes", "drain_timeout_s", "min_prefill_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must not be negative", field=name)
         urls = {without_credentials(url) for url in (*self.prefill_urls, *self.decode_urls)}
         for source in self.kv_events:
             if source.url not in (*urls, ANY_ENGINE) and not self.has_sources:
