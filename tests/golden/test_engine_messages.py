@@ -72,4 +72,6 @@ def test_bytes() -> None:
     lines = [
         f"{message.__struct_config__.tag}: {msgspec.msgpack.encode(message).hex()}" for message in MESSAGES
     ]
-    check("engine_bytes", [*lines, f"HTTP worker: {msgspec.msgpack.encode(JobResult('user', 'm', 'f')).hex()}"])
+    check(
+        "engine_bytes", [*lines, f"HTTP worker: {msgspec.msgpack.encode(JobResult('user', 'm', 'f')).hex()}"]
+    )
