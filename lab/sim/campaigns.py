@@ -1,15 +1,18 @@
-"""The campaign of fast worlds, and the seeds that failed once."""
+"""The campaign of simulated worlds, and the seeds that failed once."""
 
-from lab.sim.hosts.fast.scenario import FastScenario
+from lab.sim.hosts.full.scenario import FullScenario
 from lab.sim.kernel.runs import Campaign
-from lab.sim.mutants.fast import MUTANTS
+from lab.sim.mutants.full import MUTANTS
 
-GUARDS = MUTANTS
-FAST = Campaign(FastScenario, MUTANTS)
-FAILED_ONCE: dict[tuple[str, int], str] = {
-    ("pull", 37): "room was found for a request that had just failed, and never freed",
-    ("push", 1): "a machine took the second PeerReady of one peer for a mistake",
-    ("push", 6250): "a member's false Welcome made its peer refuse it for good: the world has to restart it",
-    ("push", 3112): "a prefill in a healed world was drawn to take longer than the deadline",
+WORLDS = Campaign(FullScenario, MUTANTS)
+FAILED: dict[str, dict[int, str]] = {
+    "pull": {
+        0: "a loan kept the blocks that the last chunk of its prompt saw in a window, for no reader",
+        169: "an engine that continued another one's answer did not name its weights, which were others",
+    },
+    "push": {
+        245: "an engine that continued another one's answer did not name its weights, which were others",
+        1153: "P announced a cached block that another prompt of the same step had still to compute",
+    },
 }
 """Every seed whose world failed, with its reason. A change of the world gives a seed another world."""

@@ -1,6 +1,6 @@
 """Embedded engines with offload give the answers of an engine that computes everything.
 
-Full worlds of `lab.sim` have copies that are late or fail, also while blocks are overwritten.
+Worlds of `lab.sim` have copies that are late or fail, also while blocks are overwritten.
 """
 
 from collections.abc import Callable, Iterator

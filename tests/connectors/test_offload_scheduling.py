@@ -1,6 +1,6 @@
 """Offload under the real scheduler, one case at a time, with ranks whose KV can be checked.
 
-Full worlds of `lab.sim` draw several ranks, and copies that are late or fail.
+Worlds of `lab.sim` draw several ranks, and copies that are late or fail.
 """
 
 from collections.abc import Collection, Sequence

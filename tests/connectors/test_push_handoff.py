@@ -1,6 +1,6 @@
 """A prompt is read while it is computed: in both orders, by chunk and by layer.
 
-Transcripts (`push_*`) and full worlds of `lab.sim` cover preemption, crashes, lost messages and retries.
+Transcripts (`push_*`) and worlds of `lab.sim` cover preemption, crashes, lost messages and retries.
 """
 
 from collections.abc import Callable, Iterator

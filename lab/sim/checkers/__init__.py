@@ -8,6 +8,6 @@
     contained  I6  around every event
     answers    I1 and I6 as clients see them
 
-They compare facts of the world, not what a machine reports of itself. One exception is I2 in fast worlds,
-which asks D whether it would still accept.
+They compare facts of the world, not what a machine reports of itself. Two exceptions: I2 asks D
+whether it would still accept, and I4 asks D when it last heard of a producer.
 """

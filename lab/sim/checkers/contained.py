@@ -15,8 +15,6 @@ from baton.protocol.messages import Envelope, decode_envelope
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.fast.facts import Landing
-    from lab.sim.hosts.fast.host import Host
     from lab.sim.hosts.full.engine import Engine
 
 
@@ -36,22 +34,6 @@ def decode_or_none(frame: bytes) -> Envelope | None:
         return decode_envelope(frame)
     except PeerError:
         return None
-
-
-def check_failure(host: "Host", landing: "Landing", reason: str) -> None:
-    """A member that slanders another does not end the handoffs of the other."""
-    if (
-        reason == FailureCode.GONE
-        and landing.producer.is_alive
-        and not host.cluster.is_excused(landing, host.name)
-    ):
-        raise Violation("I6", "a handoff ended because a third engine reported its producer as gone")
-
-
-def check_forged(num_tokens: int | None) -> None:
-    """A ticket that no engine signed must give no tokens."""
-    if num_tokens:
-        raise Violation("I6", "a ticket that no engine signed was accepted")
 
 
 def check_serves(num_false: int) -> None:

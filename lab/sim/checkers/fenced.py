@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.fast.facts import Landing
     from lab.sim.kernel.process import Process
     from lab.sim.kernel.reads import Write
 
@@ -18,11 +17,6 @@ def check_free(live: Iterable[Write], host: Process, block_ids: Iterable[int]) -
     for read in live:
         if read.consumer is host and not set(read.targets).isdisjoint(block_ids):
             raise Violation("I3", "freed the target of a running read", f"read {read.number}")
-
-
-def check_delivery(live: Iterable[Write], landing: Landing) -> None:
-    if any(read.owner is landing for read in live):
-        raise Violation("I3", "delivered under a running read")
 
 
 def check_landing(read: Write) -> None:

@@ -1,7 +1,7 @@
 """I1 fresh: D uses a block only if every byte came from blocks that P held, unmodified, for exactly this
 request's tokens, for the whole duration of the copy, and is KV of the weights that D has now.
 
-Fast worlds compare cells. Full worlds check every cache group in two ways. By content: every word is the KV
+Every cache group is checked in two ways. By content: every word is the KV
 that these tokens must have. By provenance: a read that succeeded wrote every word. I2 covers whether its
 source was held.
 """
@@ -16,35 +16,7 @@ from lab.sim.checkers.violation import Violation
 if TYPE_CHECKING:
     from baton.engine.scheduling.remote_kv import Load
     from baton.testing.host.model import Words
-    from lab.sim.hosts.fast.facts import Landing
-    from lab.sim.hosts.fast.host import Host
     from lab.sim.hosts.full.engine import Engine
-
-TORN = "torn"  # Content of a cell that was copied while its source changed or was not held.
-
-
-def check_delivery(host: Host, landing: Landing) -> None:
-    if host.cluster.is_excused(landing, host.name):
-        return
-    if any(host.pool.is_torn(block) for block in landing.blocks):
-        raise Violation("I1", "accepted bytes whose source was not held")
-    if not _is_right(host, landing):
-        raise Violation("I1", "delivered wrong bytes")
-
-
-def check_use(host: Host, landing: Landing) -> None:
-    """The blocks still hold what was delivered. Checked when the request has finished."""
-    if not host.cluster.is_excused(landing, host.name) and not _is_right(host, landing):
-        raise Violation("I1", "delivered blocks changed while in use")
-
-
-def _is_right(host: Host, landing: Landing) -> bool:
-    """Whether all blocks that the layers of each group see after the prompt hold the right KV."""
-    return all(
-        host.pool.holds(table[index], landing.kv, index, number)
-        for number, (group, table) in enumerate(zip(host.pool.groups, landing.tables, strict=True))
-        for index in range(group.first_kept(landing.num_tokens, 1), landing.num_tokens)
-    )
 
 
 def check_load(engine: Engine, load: Load) -> None:

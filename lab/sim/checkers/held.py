@@ -6,23 +6,21 @@ from baton.core.ids import LoanId
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.fast.host import Host
+    from lab.sim.hosts.full.engine import Engine
     from lab.sim.kernel.reads import Write
 
 
-def check_free(producer: "Host", loan_id: LoanId) -> None:
-    """No consumer would accept a copy that ends now."""
-    for host in producer.cluster.hosts.values():
-        if not host.is_alive:
+def check_loan_ended(producer: "Engine", loan_id: LoanId) -> None:
+    """No consumer would accept a copy that ends now. A faulty member may harm the loans of its own."""
+    cluster = producer.cluster
+    for engine in cluster.hosts.values():
+        if not engine.is_alive or (cluster.lied_at >= 0 and cluster.liar in (producer.name, engine.name)):
             continue
-        for landing in host.fetches.landings.values():
-            if (
-                landing.producer is producer
-                and landing.loan_id == loan_id
-                and host.agent.consumer.is_held(landing.claim, host.clock())
-                and not host.cluster.is_excused(landing, host.name)
-            ):
-                raise Violation("I2", "freed while a consumer believes in the lease")
+        consumer = engine.half._agent.consumer
+        for fetch in consumer._fetches.values():
+            is_of_loan = (fetch.producer, fetch.loan_id) == (producer.address, loan_id)
+            if is_of_loan and consumer.is_held(fetch.claim, engine.clock()):
+                raise Violation("I2", "freed while a consumer believes in the lease", engine.name)
 
 
 def check_accepted(read: "Write") -> None:

@@ -1,7 +1,7 @@
 """An invariant did not hold."""
 
 
-class Violation(Exception):
+class Violation(BaseException):  # Production code contains any `Exception`.
     """`invariant` is one of I1 to I6, `what` a constant text: together the kind. `detail` varies."""
 
     def __init__(self, invariant: str, what: str, detail: str = "") -> None:

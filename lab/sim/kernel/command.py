@@ -47,7 +47,7 @@ def run(campaign: Campaign, mode: str, options: argparse.Namespace, default_seed
         print(f"{count:10d}  {what}")
     least_s = sys.float_info.epsilon  # Avoids a division by zero without worlds.
     print(
-        f"{campaign.name_of(mode)}: {total.num_worlds} worlds "
+        f"{mode}: {total.num_worlds} worlds "
         f"(seeds {options.first} to {options.first + total.num_worlds - 1}), "
         f"{total.num_events} events, {len(total.broken)} violations, "
         f"{total.cpu_s:.0f} s of one core, {total.num_worlds / max(total.cpu_s, least_s):.0f} worlds/s; "
@@ -73,7 +73,7 @@ def _spread(
 ) -> Iterator[Report]:
     """Reports in the order of their batches, which run in `num_jobs` processes.
 
-    Forked: a new interpreter takes as long to import what it needs as to run 100 fast worlds.
+    Forked: a new interpreter takes as long to import what it needs as to run several worlds.
     """
     with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         pending = deque(pool.submit(run_batch, *batch) for batch in islice(batches, PENDING * num_jobs))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINES
@@ -24,16 +24,7 @@ class Parts:
     checks: Checks = ALL_CHECKS  # Transport: what a data connection verifies.
     replaces_links: bool = True  # Transport: a lost link is reported as lost, and dialled again.
     tamper: Callable[[Any], None] | None = None  # Called with an engine that has booted.
-    # Fast worlds
-    prompts_differ: bool = True  # False: all prompts of one length look alike to the halves.
-    drops_early: int = 0  # Tokens too early at which P frees a window's blocks.
-    slices_heads: bool = True  # False: every rank's KV heads are taken for the first ones.
-    reads_all_layers: bool = True  # False: D does not read the tokens of the last layer.
-    slices_states: bool = True  # False: every rank's units of a state are taken for the first ones.
-    keeps_lent_states: bool = True  # False: P computes one more token into a state that it has lent.
-    seals_frames: bool = True  # Channel: a frame that was altered on the way is dropped.
-    binds_senders: bool = True  # Channel: a frame whose sender is another process is dropped.
-    # Full worlds
+    faults: Mapping[str, Any] = field(default_factory=dict)  # Faults of the worlds; others are drawn.
     half: type | None = None  # Methods that override those of the scheduler half.
     offload_half: type | None = None  # The same of the offload connector,
     multi_half: type | None = None  # and of Multi.

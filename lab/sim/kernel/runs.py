@@ -56,11 +56,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Campaign:
-    """One kind of world: how it is built from a seed, and the mutants of its parts by mode and guard."""
+    """Worlds: how one is built from a seed, and the mutants of its parts by mode and guard."""
 
     scenario: Callable[..., Scenario]  # (mode, seed, parts, traced=...)
     mutants: Mapping[str, Mapping[str, Parts]]
-    name_of: Callable[[str], str] = str  # How a mode is named on the command line. Pickled, for processes.
 
     def run_worlds(
         self,
@@ -83,7 +82,7 @@ class Campaign:
         goes_on: Callable[[], bool] | None = None,
     ) -> Report:
         parts = self._parts(mode, mutant)
-        report, began = Report(self.name_of(mode)), time.process_time()
+        report, began = Report(mode), time.process_time()
         with _quiet(), _collecting_rarely():
             for seed in seeds:
                 if goes_on is not None and not goes_on():

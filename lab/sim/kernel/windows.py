@@ -1,4 +1,4 @@
-"""Windows that are taken for shorter than they are: a mutant of both kinds of worlds."""
+"""Windows that are taken for shorter than they are: a mutant."""
 
 import msgspec
 

@@ -37,6 +37,7 @@ class World:
         self.rng_of_eviction = random.Random(f"eviction {seed}")
         self.rng_of_updates = random.Random(f"updates {seed}")
         self.rng_of_notes = random.Random(f"notes {seed}")
+        self.rng_of_protocol = random.Random(f"protocol {seed}")
         self.faults = self._healthy = healthy
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)

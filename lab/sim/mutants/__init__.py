@@ -2,8 +2,8 @@
 
     machines    protocol machines without a guard
     halves      scheduler halves without a guard
-    fast        mutants of fast worlds, by mode and guard
-    full        mutants of full worlds, by mode and guard
+    weights     engines that use KV of other weights
+    full        all mutants, by mode and guard
 
 A mutant is the production parts with one replaced. Production code cannot switch a guard off.
 """

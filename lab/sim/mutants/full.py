@@ -1,4 +1,4 @@
-"""Mutants of full worlds, by mode and guard.
+"""All mutants, by mode and guard, and the faults of the worlds that look for them.
 
 Guards of the protocol's machines are in `machines`. Here the halves, the scheduler and the transport around
 them lack one. What the engine has no constructor for is changed on the booted engine.
@@ -7,22 +7,28 @@ them lack one. What the engine has no constructor for is changed on the booted e
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from baton.connectors.pull.consumer.fetch import Fetch
+from baton.connectors.pull.control.agent import Machines
 from baton.connectors.pull.intent import FetchIntent, hash_of_tokens
+from baton.connectors.pull.reads.link import Link, LinkOpener
+from baton.connectors.pull.reads.operations import Ready
 from baton.core.errors import PeerError
 from baton.core.ids import Address
+from baton.core.layout import CopySpan
 from baton.core.reasons import Fault
 from baton.protocol.effects import Part
 from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.protocol.messages import decode_envelope
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
+from baton.transport.base.interface import PeerHandle, Prepared
 from baton.router.request.answers import LegAnswer
 from baton.router.request.events import Leg
 from baton.router.request.tokens.stream import FirstToken
@@ -35,12 +41,13 @@ from baton.router.fleet.peers import Peers
 from baton.router.fleet.replica import Replica
 from baton.router.values.settings import EngineKey
 from lab.sim.hosts.full.engine import Engine
+from lab.sim.hosts.full.port import Port
+from lab.sim.kernel.connection import Checks
 from lab.sim.kernel.parts import Parts, machines
 from lab.sim.kernel.windows import shortened
 from lab.sim.mutants import halves
 from lab.sim.mutants import machines as m
 from lab.sim.mutants import weights as w
-from lab.sim.mutants.fast import OF_PULL, SHARED
 
 
 def _free_early(engine: Engine) -> None:
@@ -93,6 +100,44 @@ class _AnyMember(ProcessKey):
                 raise
             envelope = decode_envelope(body)
             return OpenedFrame(envelope, public_key, is_proved=envelope.target == own_address)
+
+
+# --- Layouts --------------------------------------------------------------------------------------
+
+
+def _from_first_unit(span: CopySpan) -> CopySpan:
+    """The span, if each rank had the same heads, or the same units of a state."""
+    return msgspec.structs.replace(
+        span,
+        local_offset=span.local_offset - span.local_offset % span.local_stride,
+        remote_offset=span.remote_offset - span.remote_offset % span.remote_stride,
+    )
+
+
+def _slice_no_heads(engine: Engine) -> None:
+    """The KV heads of each rank are taken for the first ones."""
+
+    def prepare(port: Port, peer: PeerHandle, spans: Sequence[CopySpan]) -> Prepared:
+        return Port.prepare(port, peer, tuple(map(_from_first_unit, spans)))
+
+    for port in engine.ports:
+        port.prepare = partial(prepare, port)  # type: ignore[method-assign]
+
+
+class _SlicesNoStates(LinkOpener):
+    def open(self, link: Link) -> Ready:
+        ready = LinkOpener.open(self, link)
+        spans = {name: tuple(map(_from_first_unit, of_state)) for name, of_state in ready.states.items()}
+        ready.states = spans
+        return ready
+
+
+def _slice_no_states(engine: Engine) -> None:
+    """The units of a state of each rank are taken for the first ones."""
+    for worker in engine.workers:
+        assert worker._links is not None
+        opener = worker._links._opener
+        worker._links._opener = _SlicesNoStates(*(getattr(opener, field.name) for field in fields(opener)))
 
 
 # --- Cache groups ---------------------------------------------------------------------------------
@@ -219,6 +264,26 @@ def _cache_within_block(engine: Engine) -> None:
     kv_cache._cache_state = cache_state  # type: ignore[method-assign]
 
 
+def _compute_on(engine: Engine) -> None:
+    """P computes one more token into a state that it has lent."""
+    half = engine.half
+    finished = half.request_finished_all_groups
+
+    def compute(block_id: int, num_layers: int) -> None:
+        for memory in engine.memories:
+            memory.state(block_id, num_layers)[:] ^= 1
+
+    def finish(request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        is_lent, params = finished(request, tables)
+        last = (request.num_computed_tokens - 1) // engine.spec.block_tokens
+        for group, table in zip(engine.groups, tables, strict=True):
+            if is_lent and group.is_state:
+                engine.world.after(0.5, partial(compute, table[last], len(group.layers)))
+        return is_lent, params
+
+    half.request_finished_all_groups = finish  # type: ignore[method-assign, assignment]
+
+
 def _forget_states(engine: Engine) -> None:
     """D does not read the states of one group."""
     orders = engine.half._fetches.orders
@@ -336,9 +401,16 @@ class _EmptiesRoles(Membership):
         return super()._let_go(gone, set(), ordered, now_s)
 
 
-PULL: dict[str, Parts] = {
-    **SHARED,
-    **OF_PULL,
+SHARED: dict[str, Parts] = {
+    "fence": machines(consumer=m.NoFence),
+    "drain_reads": machines(consumer=m.NoDrain),
+    "all_ranks": machines(consumer=m.AnyRank),
+    "lease_expiry": machines(producer=m.NoExpiry),
+    "bound_ops": Parts(bound_reads=False),
+    "window_length": Parts(window_error=1),
+    "request_mac": Parts(checks=Checks(requests=False)),
+    "bound_answers": Parts(checks=Checks(requests=False, bound_answers=False)),
+    "link_replaced": Parts(replaces_links=False),
     "ticket_hash": Parts(half=halves.IgnoresPrompt),
     "missing_blocks": Parts(half=halves.ForgetsMissing),
     "loan": Parts(half=halves.LendsNothing),
@@ -348,6 +420,10 @@ PULL: dict[str, Parts] = {
     "take_back": Parts(takes_back=False),
     "frame_mac": Parts(process_key=_AnyWriter),
     "sender_bound": Parts(process_key=_AnyMember),
+    # Layouts
+    "head_slices": Parts(tamper=_slice_no_heads),
+    "state_slices": Parts(tamper=_slice_no_states),
+    "layer_missing": Parts(half=halves.MissesLayer),
     # Cache groups
     "group_order": Parts(half=halves.ReadsNextGroup),
     "window_source": Parts(half=halves.ReadsFromFront),
@@ -360,36 +436,118 @@ PULL: dict[str, Parts] = {
     # Recurrent states
     "state_length": Parts(tamper=_lend_as_shorter),
     "state_twice": Parts(tamper=_count_last_twice),
-    "state_boundary": Parts(tamper=_cache_within_block),
     "state_missing": Parts(tamper=_forget_states),
+    "state_lent": Parts(tamper=_compute_on),
     # Weights
     "weights_ticket": Parts(tamper=w.believe_tickets),
     "weights_load": Parts(tamper=_load_on),
+}
+"""Guards of the handoff in both modes."""
+
+PULL: dict[str, Parts] = {
+    **SHARED,
+    # Parts that know no mode
+    "state_boundary": Parts(tamper=_cache_within_block),
     "weights_cache": Parts(tamper=_keep_prefixes),
     "weights_computed": Parts(tamper=_keep_computed),
     "weights_chunk": Parts(offload_half=halves.NamesNoWeights),
     "weights_answer": Parts(router=_FollowsAny),
-    # The router
     "tells_all": Parts(router=_TellsAll),
     "resumes_short": Parts(router=_ResumesShort),
     "keeps_places": Parts(router=_KeepsPlaces),
     "probes_told": Parts(replica=_HearsNoProbes),
     "silent_router": Parts(peers=_NeverSilent),
     "last_members": Parts(membership=_EmptiesRoles),
-    # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),
     "store_states": Parts(offload_half=halves.FindsNoStates),
     "store_state_length": Parts(offload_half=halves.StoresAnyState),
     "loader_told": Parts(multi_half=halves.TellsNoLoader),
     "lender_counts": Parts(multi_half=halves.LendsNothing),
+    # Leases
+    "drift": machines(consumer=m.NoDrift),
+    "from_send": machines(consumer=m.FromReceipt),
+    "claim": machines(producer=m.AnyClaimer),
+    "claim_number": machines(producer=m.AnyClaim),
+    "claim_epoch": machines(producer=m.AnyEpoch),
+    "loan_cap": machines(producer=m.NoCap),
+    "promises": machines(producer=m.Abandon),
+    "deadline": machines(consumer=m.NoDeadline),
 }
 PUSH: dict[str, Parts] = {
-    **PULL,
-    "run": machines(streams=m.AnyRunAndBlocks),
+    **SHARED,
+    "counters": Parts(checks=Checks(counters=False)),  # Transports know no mode, and this one is rare.
+    "run": machines(streams=m.AnyRun),
     "preempted": machines(prefills=m.SameRun),
-    "drain_early_reads": machines(streams=m.NoStreamDrain),
+    "clear_first": machines(streams=m.ReadsOver),
+    "void_first": machines(consumer=m.StartsOver),
+    "drain_early": machines(streams=m.NoEarlyDrain),
+    "prompt_check": Parts(machines=Machines(prefills=m.AnyPrompt, streams=m.AnyTicket)),
+    "hold": machines(prefills=m.NoHold),
+    "silence": machines(streams=m.NoSilence),
+    "stream_deadline": machines(streams=m.NoStreamDeadline),
     "computed_first": Parts(half=halves.AnnouncesEarly),
     "early_tables": machines(streams=m.OneTable),
+    "early_first": machines(streams=m.FromTokenZero),
+    "state_after_stream": machines(streams=m.ForgetsStates),
 }
-MUTANTS = {"pull": PULL, "push": PUSH}
+# Faults that the worlds of a mutant have; all others are drawn. They make a rare case likely, and a world
+# without the mutant holds all the same.
+BARE = {"caches": 0.0, "offloads": 0.0, "streams": ("layer",)}
+SLOW = {**BARE, "read_mean_s": 3.0}
+AGAIN = {**SLOW, "again": 0.5, "new_name": 0.0, "crashes": 0.0}
+SMALL = {
+    **BARE,
+    "spares": (0,),
+    "budgets": (5,),
+    "read_mean_s": 0.3,
+    "read_slow": 0.4,
+    "cancel_mean_s": 1.0,
+}
+FAULTS: dict[str, Mapping[str, Any]] = {
+    "fence": {"pauses": 0.7, "suspends": 0.05, "crashes": 0.0, "read_mean_s": 0.3},
+    "bound_ops": {**BARE, "read_mean_s": 0.3, "last_words": 0.3, "crashes": 0.0},
+    "state_boundary": {"caches": 1.0, "offloads": 0.0},
+    "request_mac": {"read_lies": 0.15},
+    "bound_answers": {"read_lies": 0.15},
+    "counters": {"read_lies": 0.15},
+    "link_replaced": {"link_loss": 0.2},
+    "frame_mac": {"frame_lies": 0.3},
+    "sender_bound": {"false_names": 0.2},
+    "checksum": {"read_corrupt": 0.1},
+    "filled_before_cached": {"read_mean_s": 3.0, "offloads": 0.0, "caches": 1.0},
+    "ticket_hash": {**BARE, "ticket_replay": 1.0},
+    "weights_ticket": {"updates": 3},
+    "weights_load": {**SLOW, "updates": 3},
+    "weights_cache": {"updates": 3},
+    "weights_computed": {"updates": 3},
+    "weights_chunk": {"updates": 3, "offloads": 1.0},
+    "weights_answer": {"updates": 3, "crashes": 1.0},
+    "store_fence": {"offloads": 1.0, "copy_mean_s": 0.5, "spares": (0,)},
+    "store_failed": {"offloads": 1.0, "copy_error": 0.3},
+    "store_states": {"offloads": 1.0},
+    "store_state_length": {"offloads": 1.0},
+    "drift": {**SLOW, "suspends": 0.2, "delay_mean_s": 0.001, "timer_late_s": 0.0},
+    "from_send": {**SLOW, "ambush": 0.3, "delay_mean_s": 0.8, "crashes": 0.0},
+    "claim": {**SLOW, "ticket_replay": 1.0},
+    "claim_number": {**AGAIN, "delay_mean_s": 0.001},
+    "claim_epoch": {**AGAIN, "delay_mean_s": 0.001, "last_words": 0.3},
+    "loan_cap": {**SLOW, "clingy": True, "read_hang": 0.5, "crashes": 0.0},
+    "promises": {**SLOW, "drains": 0.5},
+    "deadline": {**SLOW, "read_hang": 0.1},
+    "run": SMALL,
+    "preempted": {**SMALL, "abort": 0.0, "crashes": 0.0, "leg_loss": 0.0},
+    "clear_first": SMALL,
+    "void_first": {**SMALL, "abort": 0.0, "crashes": 0.0, "leg_loss": 0.0},
+    "drain_early": {**SLOW, "cancel_mean_s": 1.0, "abort": 0.25},
+    "prompt_check": {**BARE, "ticket_replay": 1.0},
+    "silence": {**BARE, "crashes": 1.0},
+    "stream_deadline": {**BARE, "hung_steps": 0.02},
+    "early_tables": BARE,
+    "early_first": BARE,
+    "state_after_stream": BARE,
+}
+MUTANTS = {
+    mode: {guard: replace(parts, faults=FAULTS.get(guard, {})) for guard, parts in guards.items()}
+    for mode, guards in (("pull", PULL), ("push", PUSH))
+}

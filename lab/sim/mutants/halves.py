@@ -1,4 +1,4 @@
-"""Methods for full worlds that override those of a scheduler half, so that it lacks one guard."""
+"""Methods that override those of a scheduler half, so that it lacks one guard."""
 
 from __future__ import annotations
 
@@ -95,6 +95,18 @@ class ForgetsMissing(_ChangesOrders):
 
     def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
         return [replace(order, block_ids=()) if isinstance(order, FailedLoad) else order for order in orders]
+
+
+class MissesLayer(_ChangesOrders):
+    """D does not read the tokens of the last layer."""
+
+    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
+        num_layers = self._identity.kv_identity.num_layers
+        for order in orders:
+            if isinstance(order, ReadBlocks):
+                first, last = order.layers or (0, num_layers)
+                order = replace(order, layers=(first, min(last, num_layers - 1)))
+            yield order
 
 
 class ReadsNextGroup(_ChangesOrders):

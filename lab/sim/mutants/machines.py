@@ -86,14 +86,6 @@ class NoDeadline(PullConsumer):
         return reserved
 
 
-class AnySender(PullConsumer):
-    """Believes any sender that names its loan, also in answers to an earlier incarnation."""
-
-    def _of(self, sender: Address, loan_id: LoanId, claim: int) -> _Fetch | None:
-        fetch = self._fetches.get(claim)
-        return fetch if fetch is not None and fetch.loan_id == loan_id else None
-
-
 # --- P --------------------------------------------------------------------------------------------
 
 
@@ -154,18 +146,11 @@ class AnyEpoch(PullProducer):
 
 
 class AnyRun(PushConsumer):
-    """Takes what was read in one run for what was read in another."""
+    """Believes what it read before the prefill was preempted."""
 
     def _is_void(self, stream: PushStream, run: int) -> bool:
-        return stream.run == 0 and super()._is_void(stream, run)
-
-    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
-        stream.blocks = ()  # Or other blocks would give it away.
-        return super()._order(stream, latest, pairs)
-
-    def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
-        stream.blocks = ()
-        return super()._mismatch(stream, ticket)
+        stream.run, stream.blocks = run, ()  # The blocks would give it away.
+        return False
 
 
 class ReadsOver(PushConsumer):
@@ -243,26 +228,15 @@ class StartsOver(PullConsumer):
         return super().read_ended(claim, pair, ok, now, error)
 
 
-class NoHandedDrain(PullConsumer):
-    """Does not know of the reads that a stream has begun under its claim."""
-
-    def _fail(self, fetch: _Fetch, reason: FailureReason, *, notify: bool = True) -> list[ConsumerEffect]:
-        if fetch.state in (State.QUEUED, State.CLEARING, State.STARTING):
-            fetch.reading.clear()
-        return super()._fail(fetch, reason, notify=notify)
-
-
 # --- Push, P --------------------------------------------------------------------------------------
 
 
-class OneRun(PushProducer):
-    """Does not report a preemption."""
+class SameRun(PushProducer):
+    """A preemption frees blocks, and the producer does not report it."""
 
     def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
-        prefill = self._computing(transfer_id)
-        if prefill is not None:
-            prefill.ready = None
         return []
+
 
 
 class AnyPrompt(PushProducer):
@@ -270,22 +244,6 @@ class AnyPrompt(PushProducer):
 
     def _is_of(self, prefill: _Prefill, want: _Want) -> bool:
         return True
-
-
-class AnyPrefill(PushProducer):
-    """Pairs a want with the next prefill of that length, as by scanning."""
-
-    def _answer(self, transfer_id: TransferId, want: _Want, now: float) -> Send:
-        own = self._prefills.get(transfer_id)
-        others = [
-            prefill
-            for prefill in self._prefills.values()
-            if prefill.num_tokens == want.num_tokens and prefill.ticket is not None
-        ]
-        if want.over is not None or (own is not None and own.ticket is not None) or not others:
-            return super()._answer(transfer_id, want, now)
-        assert others[0].ticket is not None
-        return Send(want.consumer, Finished(transfer_id, want.number, others[0].run, others[0].ticket))
 
 
 class NoHold(PushProducer):
@@ -345,40 +303,3 @@ class ForgetsStates(PushConsumer):
 
     def _is_state(self, lent: Lent, part: Part) -> bool:
         return part.groups is not None and part.groups.remote in lent.ticket.state_groups
-
-
-# --- Between --------------------------------------------------------------------------------------
-
-
-def admit_all(own_address: Address, envelope: Envelope) -> tuple[tuple[Message, ...], list[Send]]:
-    """Accepts messages for the predecessor."""
-    return envelope.messages, []
-
-
-# --- Variants for whole engines -------------------------------------------------------------------
-
-
-class AnyRunAndBlocks(PushConsumer):
-    """Believes what it read before the prefill was preempted."""
-
-    def _is_void(self, stream: PushStream, run: int) -> bool:
-        stream.run, stream.blocks = run, ()  # The blocks would give it away.
-        return False
-
-
-class NoStreamDrain(PushConsumer):
-    """Frees the destination while early reads run, and does not wait for them."""
-
-    def _has_unended(self, stream: PushStream) -> bool:
-        return False
-
-    def _drained(self, stream: PushStream) -> list[StreamEffect]:
-        stream.reading.clear()
-        return super()._drained(stream)
-
-
-class SameRun(PushProducer):
-    """A preemption frees blocks, and the producer does not report it."""
-
-    def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
-        return []

@@ -1,4 +1,4 @@
-"""Booted engines that use, or lend, KV of other weights. In fast and full worlds; both have a pull half.
+"""Booted engines that use KV of other weights.
 
 Every load begins, and every stream ends, with a ticket. Because D compares its weights, no world can find
 that these are not compared: introduction, handshake; in the router pairs, turns, loans, and an engine that is
@@ -43,14 +43,3 @@ def load_on(engine: Any) -> None:
     engine.half._fetches.weights_changed = lambda now: None
     # The agent would disconnect from the peers that are read from.
     engine.half._agent.weights_changed = lambda now: None
-
-
-def lend_on(engine: Any) -> None:
-    """P lends what it has begun to compute with the weights before."""
-    engine.half._intents.outdate = lambda: None
-
-
-def stream_on(engine: Any) -> None:
-    """P goes on with the streams of prefills that it has begun with the weights before, and lends them."""
-    lend_on(engine)
-    engine.half.announcer.weights_changed = lambda now: None

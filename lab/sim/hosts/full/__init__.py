@@ -1,4 +1,4 @@
-"""Full worlds: the real scheduler, both halves of the real connector and the real router policies.
+"""Whole engines: the real scheduler, both halves of the real connector and the real router policies.
 
 cluster  hosts and restarts         engine    one incarnation
 wire     signs control frames       port      the transport of a rank

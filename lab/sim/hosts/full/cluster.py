@@ -1,8 +1,9 @@
-"""The hosts of a full world, the engines on them, and their restarts."""
+"""The hosts of a world, the engines on them, and their restarts."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +11,6 @@ import msgspec
 from baton.connectors.offload.settings import OffloadSettings
 from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
-from baton.protocol.signed_frame import ProcessKey
 from baton.testing.host.model import STATE, Windows, model_of
 from lab.sim.hosts.full.engine import Engine
 from lab.sim.hosts.full.host_spec import HostSpec
@@ -25,9 +25,10 @@ from lab.sim.kernel.world import World
 
 TOKENS_MAX = 40  # Most tokens of a prompt and its answer; any pool has to be able to hold them.
 
-OFFLOADS = 0.3  # Engines with a second connector.
 STATES = 0.25  # Worlds whose model has recurrent states.
 ONE_TABLE: Windows = (None, None)
+# A consumer that would renew for ever.
+CLINGY_TIMERS = msgspec.structs.replace(SIM_TIMERS, deadline_s=60.0, loan_max_s=100.0)
 
 
 def draw_windows(rng: random.Random) -> Windows:
@@ -64,9 +65,11 @@ class Cluster(BaseCluster):
 
     def __init__(self, world: World, parts: Parts, mode: str) -> None:
         super().__init__(world, parts, mode)
-        self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
         self.wire = FullWire(self)
         self.ports: dict[bytes, Port] = {}  # Ports by endpoint.
+        # Called once a claim: D has claimed what this request fetches.
+        self.on_claim: Callable[[Engine, str], None] = lambda engine, request_id: None
+        self.on_boot: dict[str, list[Callable[[], None]]] = {}  # Actions by name of the engine that boots.
         self.updates = EngineUpdates(self)
         rng = world.rng
         windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
@@ -81,7 +84,6 @@ class Cluster(BaseCluster):
         if any(window not in (None, STATE) for window in windows):
             self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
-        self.meddler = ProcessKey(b"a member of the cluster, faulty!")
         self.specs: dict[str, HostSpec] = {}
         num_producers, num_consumers = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
         for index in range(num_producers):
@@ -96,7 +98,7 @@ class Cluster(BaseCluster):
 
     def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
         rng, faults = self.world.rng, self.world.faults
-        num_tokens = TOKENS_MAX + rng.choice([0, 8, 80])
+        num_tokens = TOKENS_MAX + rng.choice(faults.spares)
         heads, block_tokens = self.model.num_kv_heads, rng.choice(self._block_tokens)
         spec = HostSpec(
             name=name,
@@ -107,7 +109,7 @@ class Cluster(BaseCluster):
             num_ranks=rng.choice([1, 1, 1, 2, 2, 4]),
             block_tokens=block_tokens,
             num_blocks=num_tokens // block_tokens,
-            num_tokens_max=rng.choice([5, 12, 32]),
+            num_tokens_max=rng.choice(faults.budgets),
             num_seqs_max=rng.choice([2, 4, 8]),
             chunk_max=rng.choice([0, 0, 7]),
             policy=rng.choice(["recompute", "recompute", "fail"]),
@@ -117,8 +119,9 @@ class Cluster(BaseCluster):
             skew_s=rng.uniform(-1e6, 1e6),
             is_block_major=rng.random() < 0.5,
             is_slow=self.world.chance(faults.slow_reader),
-            caches_prefixes=rng.random() < 0.9,
-            stream=rng.choice(["off", "chunk", "layer"]),
+            caches_prefixes=rng.random() < faults.caches,
+            stream=rng.choice(faults.streams),
+            timers=CLINGY_TIMERS if faults.clingy and name[0] == "D" else SIM_TIMERS,
         )
         if self.is_hybrid:
             spec = self._with_groups(spec)
@@ -148,7 +151,7 @@ class Cluster(BaseCluster):
 
     def _with_offload(self, spec: HostSpec) -> HostSpec:
         rng = self.world.rng_of_models
-        if rng.random() >= OFFLOADS:
+        if rng.random() >= self.world.faults.offloads:
             return spec
         num_slots = rng.choice([3, 8, 30])
         is_offload_first = rng.random() < 0.5
@@ -191,6 +194,8 @@ class Cluster(BaseCluster):
         self.world.note(spec.name, f"boots as {engine_id}, epoch ..{engine.address.epoch % 1000:03d}")
         if self.parts.tamper is not None:
             self.parts.tamper(engine)
+        for action in self.on_boot.pop(spec.name, []):
+            action()
 
     def end(self, host: Process, down_s: float) -> None:
         assert isinstance(host, Engine)

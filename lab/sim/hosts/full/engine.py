@@ -40,12 +40,13 @@ from baton.engine.core.weights_update import UpdateUnderWay, WeightsUpdate
 from baton.engine.scheduling.remote_kv import Load
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.protocol.effects import FreeLoan
 from baton.protocol.signed_frame import ProcessKey
 from baton.testing.host.memory import RankMemory
 from baton.testing.host.model import EOS_IDS
 from baton.testing.host.ranks import Ranks
 from baton.testing.host.workers import WorkerSteps
-from lab.sim.checkers import bounded, contained, fenced, fresh, whole
+from lab.sim.checkers import bounded, contained, fenced, fresh, held, whole
 from lab.sim.hosts.full.counts import count_stats, count_update
 from lab.sim.hosts.full.host_spec import HostSpec, engine_config
 from lab.sim.hosts.full.layers import Reporter
@@ -69,8 +70,15 @@ T = TypeVar("T")
 class Listener(Protocol):
     """The front end's end of one request."""
 
+    ask: Any
+
+    @property
+    def params(self) -> dict[str, Any]: ...
     def say(self, output: EngineOutput) -> None: ...
     def break_off(self) -> None: ...
+    def cut(self) -> None:
+        """The connection breaks."""
+
     def note_weights(self, weights: int, *, is_mixed: bool = False) -> None:
         """The engine computes with these. `is_mixed`: the answer has tokens of earlier ones, and goes on."""
 
@@ -80,7 +88,7 @@ class Engine(Process):
     memories: list[RankMemory]
 
     def __init__(self, cluster: Cluster, spec: HostSpec, engine_id: EngineId) -> None:
-        super().__init__(cluster.world, spec.name, spec.rate, spec.skew_s)
+        super().__init__(cluster.world, spec.name, spec.rate, spec.skew_s, spec.timers)
         self.lends, self.fetches_kv = spec.is_producer, spec.is_consumer
         self.cluster, self.spec, self.engine_id = cluster, spec, engine_id
         self.is_slow, self.num_ranks = spec.is_slow, spec.num_ranks
@@ -93,11 +101,16 @@ class Engine(Process):
         self._was_poked = False
         self._is_napping = False
         self.parked_at: dict[str, float] = {}  # Loads that are open, since when.
+        self.claimed_at: dict[int, float] = {}  # Open claims, since when.
+        # Streams by claim and by when D has last heard of them, since when that is so.
+        self.heard_at: dict[tuple[int, float], float] = {}
         self._loaded: set[str] = set()  # Requests whose load was delivered.
         self._legs: set[str] = set()  # Requests that are computed for a consumer.
         self.held_at: dict[str, float] = {}  # Finished requests with blocks in use by a transfer.
         self._on_drained: Callable[[], None] | None = None
+        self._output: SchedulerOutput | None = None  # Output of the step in flight.
         self._computed: ModelRunnerOutput | None = None  # Ahead of the step's end.
+        self.hung_s = 0.0  # How long its steps have hung.
         self._build()
 
     # --- Parts ------------------------------------------------------------------------------------
@@ -120,6 +133,13 @@ class Engine(Process):
             how["announcer"] = partial(PrefillAnnouncer, layer_reports=self._hear_layers)
         half = _with_methods(PullSchedulerHalf, self.cluster.parts.half)
         self.half = half(self._identity(config), **how)
+        free = self.half._agent.on_free
+
+        def free_checked(effect: FreeLoan, now: float) -> None:
+            held.check_loan_ended(self, effect.loan_id)
+            free(effect, now)
+
+        self.half._agent.on_free = free_checked
         self.offload: OffloadSchedulerHalf | None = None
         self.connector: KVConnectorSchedulerHalf = self.half
         if spec.offload is not None:
@@ -300,6 +320,9 @@ class Engine(Process):
         self._commands.append(abort)
         self.poke()
 
+    def leg_of(self, request_id: str) -> Listener | None:
+        return self._listeners.get(request_id)
+
     def take_back(self, params: dict[str, Any]) -> None:
         """No consumer will come for this loan."""
         self._commands.append(lambda: self.scheduler.connector.take_back(params))
@@ -371,7 +394,7 @@ class Engine(Process):
         if not output.num_scheduled_tokens and self.world.chance(0.8):
             self._end_step(output)  # The step ends before anything else can happen.
             return
-        self._is_stepping = True
+        self._is_stepping, self._output = True, output
         took_s = EMPTY_STEP_S
         if output.num_scheduled_tokens:
             took_s = self.world.spread(self.spec.step_mean_s) + self._hangs_s()
@@ -387,11 +410,13 @@ class Engine(Process):
         for_s = world.rng_of_lies.choice([2.0, 8.0, 25.0])
         world.count("hung steps")
         world.note(self.name, f"a step hangs for {for_s} s")
-        world.paused_s += for_s
+        self.hung_s += for_s
         return for_s
 
     def _compute_layers(self, output: SchedulerOutput) -> None:
         """Compute up to the middle of a step: its first layer is computed, and can be read."""
+        if self._output is not output:
+            return  # The process stood still until the step had ended.
         self.ranks.take_over(output)
         self._computed = self.ranks.execute(output)
         self.ranks.hide_later_layers()
@@ -411,7 +436,7 @@ class Engine(Process):
         return result
 
     def _end_step(self, output: SchedulerOutput) -> None:
-        self._is_stepping = False
+        self._is_stepping, self._output = False, None
         result = self._compute(output)
         result.kv_connector_output = self._worker_steps.end()
         outputs = self.scheduler.update_from_output(output, result)
@@ -463,7 +488,7 @@ class Engine(Process):
         self.world.count("answers dropped with a loan")
         if self.cluster.parts.takes_back:
             self.take_back(params)
-        check = partial(whole.check_dropped, self, params["baton_ticket"], self.world.paused_s)
+        check = partial(whole.check_dropped, self, params["baton_ticket"], self.world.paused_s + self.hung_s)
         self.world.after(whole.TAKEN_BACK_S, check)
 
     # --- Blocks -----------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from baton.connectors.offload.settings import OffloadSettings
 from baton.core.config import (
     CacheConfig,
@@ -18,6 +20,7 @@ from baton.core.config import (
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.states import StatePart
+from baton.core.timers import Timers
 from baton.testing.host.config import model_config
 from baton.testing.host.model import CONTENT, STATE, Windows
 from lab.sim.kernel.wire import SECRET
@@ -53,6 +56,7 @@ class HostSpec:
     caches_prefixes: bool
     stream: str  # Streams in push: "off", "chunk", "layer".
     keeps_turns: bool
+    timers: Timers
     offload: OffloadSettings | None = None  # Otherwise a Multi has both connectors,
     is_offload_first: bool = False  # in this order.
     num_slots: int = 0  # Slots of host memory.
@@ -66,7 +70,7 @@ def engine_config(spec: HostSpec, cluster: Cluster, engine_id: EngineId) -> Engi
         role = "kv_both"
     else:
         role = "kv_producer" if spec.is_producer else "kv_consumer"
-    extra: dict[str, Any] = {"transports": ["memory"], "timers": cluster.timers_as_told}
+    extra: dict[str, Any] = {"transports": ["memory"], "timers": msgspec.to_builtins(spec.timers)}
     if cluster.mode == "push":
         extra["stream"] = spec.stream
     if spec.keeps_turns:

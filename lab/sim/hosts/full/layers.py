@@ -1,4 +1,4 @@
-"""Ranks of full worlds report computed layers, late or never."""
+"""Simulated ranks report computed layers, late or never."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from baton.engine.api import EngineOutput, EngineRequest
 from baton.router.values.errors import FailureKind
@@ -28,7 +29,7 @@ class Leg:
     ) -> None:
         """`on_failure(kind, whether the engine may have seen the request)`."""
         self._cluster, self._world = cluster, cluster.world
-        self._name, self._request, self._ask = name, request, ask
+        self._name, self._request, self.ask = name, request, ask
         self._on_output, self._on_failure = on_output, on_failure
         self._engine: Engine | None = None  # The one that has the request.
         self._is_open = True
@@ -72,9 +73,16 @@ class Leg:
             self._arrives_at = max(self._arrives_at, world.now + world.spread(0.01))
             world.at(self._arrives_at, lambda: self._fail("broken", was_sent=True))
 
+    @property
+    def params(self) -> dict[str, Any]:
+        return self._request.kv_transfer_params or {}
+
+    def cut(self) -> None:
+        self._fail("broken", was_sent=True)
+
     def note_weights(self, weights: int, *, is_mixed: bool = False) -> None:
-        self._ask.weights.add(weights)
-        self._ask.is_mixed |= is_mixed
+        self.ask.weights.add(weights)
+        self.ask.is_mixed |= is_mixed
 
     # --- The router's end -------------------------------------------------------------------------
 

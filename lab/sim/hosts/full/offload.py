@@ -1,4 +1,4 @@
-"""Offload in full worlds: host memory of a rank, and copies that take time, fail and end late.
+"""Offload: host memory of a rank, and copies that take time, fail and end late.
 
     store, load --> due --copy_mean_s--> copied or failed
                      `------ wait -----> at once

@@ -1,4 +1,4 @@
-"""Messages between two routers of a full world, as `baton.router.members.peers` sends them.
+"""Messages between two routers of a world, as `baton.router.members.peers` sends them.
 
 Some are lost, repeated or late. A router that is killed sends nothing.
 """

@@ -1,4 +1,4 @@
-"""The router of a full world: its real machine, fleet and policies, with doors of engines and clients around.
+"""The router of a world: its real machine, fleet and policies, with doors of engines and clients around.
 
 What is modelled is the shell: legs are `door.Door`, probes find an engine that is back, and what the router
 knows of an engine is as old as its last probe.

@@ -1,4 +1,4 @@
-"""The routers of a full world: one, or two side by side that report their loads and turns to each other."""
+"""The routers of a world: one, or two side by side that report their loads and turns to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One full world: conversations through a router."""
+"""One world: conversations through a router."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.engine.api import EngineOutput
 from lab.sim.checkers import bounded, whole
 from lab.sim.hosts.full.clients import Ask, Clients
 from lab.sim.hosts.full.cluster import Cluster
+from lab.sim.hosts.full.engine import Engine
 from lab.sim.hosts.full.router import FIRST_TOKEN_S
 from lab.sim.hosts.full.routers import Routers
-from lab.sim.kernel.faults import FULL, FULL_COPIES, FULL_ROUTER, HEALTHY_FULL, UPDATES
+from lab.sim.kernel.faults import FULL, FULL_COPIES, FULL_PROTOCOL, FULL_ROUTER, HEALTHY, UPDATES
 from lab.sim.kernel.lies import other_text
 from lab.sim.kernel.scenario import Scenario
 from lab.sim.kernel.wire import Way
@@ -29,16 +32,19 @@ class FullScenario(Scenario):
     cluster: Cluster
 
     def new_world(self, seed: int, *, traced: bool) -> World:
-        world = World(seed, FULL, healthy=HEALTHY_FULL, events_max=EVENTS_MAX, traced=traced)
+        world = World(seed, FULL, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
         world.faults = world.faults.drawn(world.rng_of_lies, FULL_COPIES)
         world.faults = world.faults.drawn(world.rng_of_lies, FULL_ROUTER)
         world.faults = world.faults.drawn(world.rng_of_updates, UPDATES)
+        world.faults = world.faults.drawn(world.rng_of_protocol, FULL_PROTOCOL)
+        world.faults = msgspec.structs.replace(world.faults, **self.parts.faults)
         return world
 
     def begin(self) -> None:
         world, rng = self.world, self.world.rng
         world.note("all", world.faults)
         self.cluster = Cluster(world, self.parts, self.mode)
+        self.cluster.on_claim = self._claimed
         self.routers = Routers(self.cluster, self.break_s, self._params_seen)
         self.clients = Clients(world, self.cluster.model, self._ask)
         self._probes: list[Ask] = []
@@ -103,14 +109,33 @@ class FullScenario(Scenario):
         if sealed and world.chance(world.faults.ticket_alter):
             self._replay(role, {**params, sealed[0]: other_text(rng, params[sealed[0]])}, ask)
 
-    def _replay(self, role: str, params: dict[str, Any], of: Ask) -> None:
+    def _claimed(self, engine: Engine, request_id: str) -> None:
+        """The leg of a request that has just claimed its KV breaks off, and comes again."""
+        world, rng, leg = self.world, self.world.rng, engine.leg_of(request_id)
+        if leg is None or not world.chance(world.faults.again):
+            return
+        world.count("again")
+        role = "prefill" if leg.params.get("do_remote_decode") else "decode"
+        again = partial(self._replay, role, leg.params, leg.ask, engine.name)
+        self.cluster.on_boot.setdefault(engine.name, []).append(again)
+        if rng.random() < 0.7:
+            breaks_s = rng.choice([0.1, 1.0]) * rng.random()
+            world.after(breaks_s, leg.cut)
+            world.after(breaks_s + rng.choice([0.1, 0.5]), again)
+
+    def _replay(self, role: str, params: dict[str, Any], of: Ask, name: str = "") -> None:
+        """`name`: the engine to which exactly the same leg comes again. Otherwise some things differ."""
         rng = self.world.rng
-        prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
-        ask = self.clients.make(prompt, of.salt if rng.random() < 0.8 else "other", lambda ask: None)
+        if name:
+            prompt, salt = of.prompt, of.salt
+        else:
+            prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
+            salt = of.salt if rng.random() < 0.8 else "other"
+            name = rng.choice(self.cluster.of_role(role))
+        ask = self.clients.make(prompt, salt, lambda ask: None)
         ask.causes.add("params that are not theirs")
         is_without_last = self.cluster.has_states and role == "prefill" and CONTINUE not in params
         ask.may_be_empty = is_without_last or LEND_STORED in params
-        name = rng.choice(self.cluster.of_role(role))
         self.world.count("replays")
         self.world.note("client", f"{ask.name} brings the params of {of.name} to {name}")
 

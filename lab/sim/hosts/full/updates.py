@@ -1,4 +1,4 @@
-"""Updates of the weights in full worlds: the real core's code, between two steps of the simulated engine.
+"""Updates of the weights: the real core's code, between two steps of the simulated engine.
 
 begin_update --commands--> staged --no request of the old weights holds blocks--> changed, or refused
 """

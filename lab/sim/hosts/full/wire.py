@@ -14,10 +14,16 @@ import msgspec
 
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.control.thread import ControlThread, _Way
+from baton.core.ids import Address, EngineId
 from baton.protocol.messages import (
     Envelope,
+    Finished,
     Hello,
     Message,
+    Released,
+    Renew,
+    Renewed,
+    Want,
     Welcome,
 )
 from baton.protocol.signed_frame import ProcessKey
@@ -31,16 +37,48 @@ if TYPE_CHECKING:
     from lab.sim.hosts.full.cluster import Cluster
     from lab.sim.hosts.full.engine import Engine
 
+AMBUSH_S = 8.0
+LAST_WORDS = {Renew, Renewed, Released, Want, Finished}
 MEDDLER_URL = "tcp://10.0.9.9:14600"
 
 
 class FullWire(Wire):
-    # Fast worlds know which hosts a lie about contents of blocks harms. A prefix cache would spread it here.
+    # A prefix cache would spread a lie about contents of blocks to requests that the liar has no part in.
     lies_about_contents = False
+    _cluster: Cluster
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self.stations: dict[str, Station] = {}  # Listeners by url.
+        self.meddler = ProcessKey(b"a member of the cluster, faulty!")
+        self.late_s = 0.0  # How much later the frame that is being sent arrives.
+        self._dead_once: set[str] = set()
+        self._claimed: set[tuple[Address, int]] = set()
+
+    def draw_late_s(self, envelope: Envelope) -> float:
+        """How late it arrives: a leg that comes again may overtake `Released`."""
+        world, is_last = self._world, Released in map(type, envelope.messages)
+        return world.rng.uniform(0, 3) if is_last and world.chance(world.faults.again) else 0.0
+
+    def meddle(self, engine: Engine, envelope: Envelope) -> None:
+        """Break something at the moment when a process has sent these messages.
+
+        An ambush: the consumer believes a lease, and cannot renew it. Last words: a successor of the sender
+        is there before they arrive.
+        """
+        world, faults, source = self._world, self._world.faults, engine.name
+        sent = set(map(type, envelope.messages))
+        for claim, fetch in engine.half._fetches._claims.items() if faults.again else ():
+            if (engine.address, claim) not in self._claimed:
+                self._claimed.add((engine.address, claim))
+                self._cluster.on_claim(engine, fetch.request_id)
+        if Renewed in sent and world.chance(faults.ambush):
+            world.count("ambush")
+            self.cut_off((_name_of(envelope.target), source), AMBUSH_S, both=False)
+        if sent & LAST_WORDS and source not in self._dead_once and world.chance(faults.last_words):
+            world.count("last words")
+            self._dead_once.add(source)
+            world.after(0.0, lambda: self._cluster.crash(source, down_s=0.01))
 
     def send(self, sender: Station, route: Route, frame: bytes) -> None:
         """Send over a connection that the sender has dialled, or over one that the receiver has."""
@@ -54,7 +92,7 @@ class FullWire(Wire):
             if station is not None:
                 station.engine.when_awake(lambda: station.receive(seen_as, frame))
 
-        self.carry(way, frame, arrive, alter=_altered)
+        self.carry(way, frame, arrive, self.late_s, alter=_altered)
         if world.chance(world.faults.malformed):
             self.carry(way, garbled(world.rng, frame), arrive, alter=None)
 
@@ -149,18 +187,24 @@ class Station(ControlThread):
         if world.trace is not None:
             names = ", ".join(_told(message) for message in envelope.messages)
             world.note(self.engine.name, f"-> {envelope.target.engine_id}: {names}"[:220])
-        super()._send(self.engine.cluster.wire.as_sent(self.engine.name, envelope), way)
+        wire = self.engine.cluster.wire
+        wire.late_s = wire.draw_late_s(envelope)
+        super()._send(wire.as_sent(self.engine.name, envelope), way)
+        wire.late_s = 0.0
+        wire.meddle(self.engine, envelope)
+        # Another member has seen the frame. It speaks in the name of one of both, or repeats it in its own.
         if world.lies(world.faults.false_names):
-            self._send_falsely(envelope)
+            self._send_as_meddler(lies.false_names(world.rng_of_lies, envelope), "frames in another's name")
+        if world.chance(world.faults.meddle):
+            own_name = Address(EngineId("meddler"), wire.meddler.epoch)
+            self._send_as_meddler(msgspec.structs.replace(envelope, sender=own_name), "frames repeated")
 
-    def _send_falsely(self, envelope: Envelope) -> None:
-        """Another member has seen the frame and sends a message in the name of one of the two."""
-        world, cluster = self._world, self.engine.cluster
-        false = lies.false_names(world.rng_of_lies, envelope)
-        station = self.engine.cluster.wire.stations.get(cluster.url_of(false.target))
+    def _send_as_meddler(self, envelope: Envelope, what: str) -> None:
+        world, wire = self._world, self.engine.cluster.wire
+        station = wire.stations.get(self.engine.cluster.url_of(envelope.target))
         if station is not None:
-            world.count("frames in another's name")
-            frame = cluster.meddler.sign(false, station.public_key)
+            world.count(what)
+            frame = wire.meddler.sign(envelope, station.public_key)
             world.after(0.0, lambda: station.engine.when_awake(lambda: station.receive(MEDDLER_URL, frame)))
 
     def _arm(self) -> None:
@@ -177,6 +221,10 @@ class Station(ControlThread):
     @property
     def _world(self) -> World:
         return self.engine.world
+
+
+def _name_of(address: Address) -> str:
+    return address.engine_id.rstrip("'")
 
 
 def _told(message: Message) -> str:

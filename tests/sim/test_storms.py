@@ -1,11 +1,11 @@
-"""Full worlds in which nothing fails and most clients leave early: no loan has to wait for its end."""
+"""Worlds in which nothing fails and most clients leave early: no loan has to wait for its end."""
 
 import msgspec
 import pytest
 
 from lab.sim.checkers.violation import Violation
 from lab.sim.hosts.full.scenario import EVENTS_MAX, FullScenario
-from lab.sim.kernel.faults import HEALTHY_FULL
+from lab.sim.kernel.faults import HEALTHY
 from lab.sim.kernel.runs import MODES
 from lab.sim.kernel.world import World
 
@@ -18,8 +18,8 @@ class Storm(FullScenario):
     takes_back_unseen = True
 
     def new_world(self, seed: int, *, traced: bool) -> World:
-        world = World(seed, healthy=HEALTHY_FULL, events_max=EVENTS_MAX, traced=traced)
-        world.faults = msgspec.structs.replace(HEALTHY_FULL, abort=LEAVE_SHARE)
+        world = World(seed, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
+        world.faults = msgspec.structs.replace(HEALTHY, abort=LEAVE_SHARE)
         return world
 
     def begin(self) -> None:
