@@ -26,9 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-from baton.connectors.shared_storage.layer_kinds import LayerKind
-from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
+from baton.connectors.storage.stores.cache_blocks import CacheBlocks
+from baton.connectors.storage.stores.layer_kinds import LayerKind
+from baton.connectors.storage.stores.settings import CHUNK_TOKENS, StorageSettings
 from baton.stores.backends.files import FileStore
 from baton.stores.backends.tiers import Tiers
 from baton.stores.base.aligned import AlignedMemory, AlignedPool

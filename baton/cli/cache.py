@@ -375,10 +375,10 @@ def _is_proven(store: Store, name: str, size: int, memory: AlignedMemory, keys: 
 
 def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> list[bytes]:
     """Keys from the cluster secret, if there is one: those of the connectors, and those of `BatonTier`."""
-    from baton.connectors.shared_storage import identity
+    from baton.connectors.storage.stores import identity
     from baton.core.errors import ConfigError
     from baton.core.secret_source import find_secret
-    from baton.hosts.vllm.tier import naming
+    from baton.hosts.vllm.tier import rows
 
     if is_insecure:
         return [b""]
@@ -396,7 +396,7 @@ def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> list[bytes]:
         raise typer.Exit(2) from error
     if found.secret is None:
         return []
-    purposes = (identity.KEY_PURPOSE, naming.KEY_PURPOSE)
+    purposes = (identity.KEY_PURPOSE, rows.KEY_PURPOSE)
     return [key for purpose in purposes for key in found.secret.derive_all(purpose)]
 
 

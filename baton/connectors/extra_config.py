@@ -38,6 +38,20 @@ def parse_extra(kind: type[T], extra: Mapping[str, Any]) -> T:
         raise ConfigError(problem, field=FIELD + path) from error
 
 
+def check_positive(settings: msgspec.Struct, *names: str) -> None:
+    """Raises ConfigError for a field that is neither None nor above 0."""
+    for name in names:
+        if (value := getattr(settings, name)) is not None and not value > 0:
+            raise ConfigError("must be positive", field=f"{FIELD}.{name}")
+
+
+def check_at_least_one(settings: msgspec.Struct, *names: str) -> None:
+    """Raises ConfigError for a field that is neither None nor at least 1."""
+    for name in names:
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise ConfigError("must be at least 1", field=f"{FIELD}.{name}")
+
+
 def check_share(settings: msgspec.Struct, name: str) -> None:
     """Raises ConfigError for a field that is neither None nor a share."""
     share = getattr(settings, name)

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "baton.connectors"
 BUILT_IN: Final = {
     "BatonMultiConnector": "baton.connectors.multi:BatonMultiConnector",
-    "BatonOffloadConnector": "baton.connectors.offload:BatonOffloadConnector",
+    "BatonOffloadConnector": "baton.connectors.storage.connectors:BatonOffloadConnector",
     "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
     "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
-    "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",
-    "BatonTieredConnector": "baton.connectors.tiered:BatonTieredConnector",
+    "BatonSharedStorageConnector": "baton.connectors.storage.connectors:BatonSharedStorageConnector",
+    "BatonTieredConnector": "baton.connectors.storage.connectors:BatonTieredConnector",
 }
 FIELD = "kv_transfer_config.kv_connector"
 

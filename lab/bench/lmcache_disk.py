@@ -33,7 +33,7 @@ from baton.bench.tiers import (
     measure_lookups,
     print_tables,
 )
-from baton.connectors.shared_storage.settings import CHUNK_TOKENS
+from baton.connectors.storage.stores.settings import CHUNK_TOKENS
 from lab.bench.compare.environment import PEERS, VLLM_PYTHON
 from lab.bench.lmcache_program import ANSWER
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.connectors.shared_storage.settings import CHUNK_TOKENS
+from baton.connectors.storage.stores.settings import CHUNK_TOKENS
 from baton.core.config import KVTransferConfig
 from baton.engine.llm import LLM
 from baton.stores.base.chunk_name import SUFFIX

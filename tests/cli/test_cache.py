@@ -8,9 +8,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from baton.cli.cache import app
-from baton.connectors.shared_storage.identity import KEY_PURPOSE
+from baton.connectors.storage.stores.identity import KEY_PURPOSE
 from baton.core.config import ClusterSecret
-from baton.hosts.vllm.tier import naming
+from baton.hosts.vllm.tier import rows
 from baton.stores.backends.files import FileStore
 from baton.stores.base.chunk_name import ChunkName, parse_name
 from baton.stores.chunks.chunk import seal
@@ -96,7 +96,7 @@ def test_another_secret_proves_and_removes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_chunks_of_the_tier_in_vllm_are_verified(tmp_path: Path, encrypts: bool) -> None:
-    key = ClusterSecret(SECRET.encode()).derive(naming.KEY_PURPOSE)
+    key = ClusterSecret(SECRET.encode()).derive(rows.KEY_PURPOSE)
     header, body = seal(NAMES[0], ENTRIES, memoryview(bytes(100)), key, encrypts=encrypts)
     FileStore(tmp_path, fsync=False).write(str(NAMES[0]), (header, body))
     assert printed("verify", tmp_path, "--remove") == "1 of 1 values can be used (verified)"

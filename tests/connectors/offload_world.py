@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
 from baton.core.config import (
     EngineConfig,
     KVEventsConfig,

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage import cache_blocks
-from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.connectors.storage.stores import cache_blocks
+from baton.connectors.storage.stores.cache_blocks import CacheBlocks
+from baton.connectors.storage.stores.layer_kinds import LayerKind
 from baton.stores.base.aligned import AlignedPool
 from baton.transport.base.gather import copy_library
 

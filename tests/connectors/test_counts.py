@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from baton.connectors.offload.connector import BatonOffloadConnector
-from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.registry import connector_class
-from baton.connectors.shared_storage.stats import StorageStats
+from baton.connectors.storage.connectors import BatonOffloadConnector
+from baton.connectors.storage.memory.stats import OffloadStats
+from baton.connectors.storage.stores.stats import StorageStats
 from baton.contract import KVConnectorStats
 from baton.core.config import KVTransferConfig
 from tests.connectors.pull_world import engine_config

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from baton.connectors.extra_config import NIXL, parse_extra
-from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.pull import EngineIdentity, PullSettings
 from baton.connectors.push import PushSettings
-from baton.connectors.shared_storage.settings import StorageSettings
+from baton.connectors.storage.memory.settings import OffloadSettings
+from baton.connectors.storage.stores.settings import StorageSettings
 from baton.core.errors import ConfigError
 from tests.connectors.pull_world import engine_config
 

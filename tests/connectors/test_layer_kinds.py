@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of, num_served
+from baton.connectors.storage.stores.layer_kinds import LayerKind, kinds_of, num_served
 from baton.core.kv_groups import KVCacheGroup
 
 windows = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)

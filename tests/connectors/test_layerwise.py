@@ -8,7 +8,7 @@ import pytest
 
 from baton.checkpoints.checkpoint import load_model_config
 from baton.checkpoints.random_model import write_checkpoint
-from baton.connectors.shared_storage import StorageWorkerHalf
+from baton.connectors.storage.stores.worker import StorageWorkerHalf
 from baton.core.config import ModelConfig
 from baton.stores.backends.files import FileStore
 from tests.connectors import storage_world

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.multi import MultiSchedulerHalf
-from baton.connectors.offload.identity import LenderIdentity, OffloadIdentity
-from baton.connectors.offload.lending import SlotLender
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
+from baton.connectors.storage.memory.identity import LenderIdentity, OffloadIdentity
+from baton.connectors.storage.memory.lending import SlotLender
 from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.hashing import BlockHash

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.offload.cuda_copies import CudaCopies
+from baton.connectors.storage.memory.cuda_copies import CudaCopies
 
 NUM_BLOCKS, PATIENCE_S = 8, 30.0
 HAS_GPU = torch.cuda.is_available()

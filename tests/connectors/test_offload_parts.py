@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.connectors.offload.connector import BatonOffloadConnector
-from baton.connectors.offload.copies import CopyEnd
-from baton.connectors.offload.cpu_copies import CpuCopies
-from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.offload.settings import OffloadSettings
-from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.connectors.storage.connectors import BatonOffloadConnector
+from baton.connectors.storage.memory.copies import CopyEnd
+from baton.connectors.storage.memory.cpu_copies import CpuCopies
+from baton.connectors.storage.memory.identity import OffloadIdentity
+from baton.connectors.storage.memory.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.memory.settings import OffloadSettings
+from baton.connectors.storage.memory.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.errors import BadTransferParams, ConfigError, TransferError
 from baton.core.kv_groups import KVCacheGroup

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from baton.connectors.offload.copies import Copies, CopyEnd
-from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.offload.settings import GIB, OffloadSettings
-from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames, UnnamedPrompt
+from baton.connectors.storage.memory.copies import Copies, CopyEnd
+from baton.connectors.storage.memory.identity import OffloadIdentity
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.memory.settings import GIB, OffloadSettings
+from baton.connectors.storage.memory.worker import OffloadWorkerHalf
 from baton.core.errors import ConfigError
 from baton.engine.request import Request
 from baton.testing.host.memory import RankMemory

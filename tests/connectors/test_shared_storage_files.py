@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.form import SECTION_BYTES_MIN, SECTIONS_MAX, FileForm, LayerShape
+from baton.connectors.storage.stores.form import SECTION_BYTES_MIN, SECTIONS_MAX, FileForm, LayerShape
 from baton.core.errors import ConfigError
 from baton.stores.backends.files import ABANDONED_S, FileStore
 from baton.stores.backends.sweep import LOW_WATER, Limits, sweep

@@ -17,26 +17,25 @@ import torch
 
 from baton.connectors.jobs import Jobs
 from baton.connectors.multi.children import transfers_of
-from baton.connectors.shared_storage import (
-    StorageIdentity,
-    StorageSchedulerHalf,
-    StorageSettings,
-    StorageWorkerHalf,
-)
-from baton.connectors.shared_storage import stores as stores_module
-from baton.connectors.shared_storage.layer_kinds import kinds_of
-from baton.connectors.shared_storage.metadata import (
+from baton.connectors.storage.connectors import BatonTieredConnector
+from baton.connectors.storage.stores import upkeep
+from baton.connectors.storage.stores.identity import StorageIdentity
+from baton.connectors.storage.stores.layer_kinds import kinds_of
+from baton.connectors.storage.stores.metadata import (
     ChunkPart,
     LoadChunks,
     SaveChunk,
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.prompts import Prompt
-from baton.connectors.tiered import BatonTieredConnector
+from baton.connectors.storage.stores.prompts import Prompt
+from baton.connectors.storage.stores.scheduler import StorageSchedulerHalf
+from baton.connectors.storage.stores.settings import StorageSettings
+from baton.connectors.storage.stores.worker import StorageWorkerHalf
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
+from baton.core.hashing import root_hash
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
@@ -212,7 +211,9 @@ def test_blocks_that_have_left_a_window_are_not_saved() -> None:
     """The table still lists blocks that belong to other requests by now, as after a dropped step."""
     request = request_of("r", 6 * CHUNK)
     kinds = kinds_of([KVCacheGroup((0,)), KVCacheGroup((1,), 10)], chunk_blocks=2, block_tokens=BLOCK)
-    prompt = Prompt(request, CHUNK, BLOCK, "seed", kinds, tables=(list(range(1, 13)), list(range(21, 33))))
+    prompt = Prompt(
+        request, CHUNK, BLOCK, root_hash("seed"), kinds, tables=(list(range(1, 13)), list(range(21, 33)))
+    )
     # Block 7 is the first one in a window of ten after 40 tokens.
     saves = [(save.kind, save.block_ids) for _, save in prompt.take_saves(40, 48, {})]
     assert [blocks for kind, blocks in saves if kind == 0] == [(i, i + 1) for i in range(1, 12, 2)]
@@ -226,7 +227,7 @@ def test_a_state_is_saved_from_the_block_that_the_host_offers() -> None:
         request_of("r", 3 * BLOCK),
         BLOCK,
         BLOCK,
-        "seed",
+        root_hash("seed"),
         kinds_of(groups, chunk_blocks=1, block_tokens=BLOCK),
         tables=([1, 2, 3], [0, 0, 7], [0, 0, 8]),
     )
@@ -316,7 +317,7 @@ def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) ->
     rank.register_kv_caches({"layer": torch.zeros(NUM_BLOCKS, 1, BLOCK, 4)})
     half.set_xfer_handshake_metadata_pp_aware({(0, 0): rank.get_handshake_metadata()})  # type: ignore[dict-item]
     hangs = threading.Event()
-    half._lookups.put(lambda: hangs.wait(WAIT_S) and None)
+    half._lookups._jobs.put(lambda: hangs.wait(WAIT_S) and None)
     request = request_of("r", CHUNK)
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (None, False)
@@ -326,7 +327,7 @@ def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) ->
     half.on_new_request(other)
     assert half.get_num_new_matched_tokens(other, 0) == (0, False), "it must not wait for a hanging lookup"
     hangs.set()
-    wait_for(lambda: not half._is_lookup_overdue(now[0]))
+    wait_for(lambda: not half._lookups.is_overdue(now[0]))
     third = request_of("third", CHUNK)
     half.on_new_request(third)
     wait_for(lambda: half.get_num_new_matched_tokens(third, 0)[0] is not None)
@@ -452,11 +453,11 @@ def test_stores_with_limits_keep_what_requests_ask_for(tmp_path: Path) -> None:
 def test_while_a_store_is_slow_few_requests_wait_for_their_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stores_module, "KEEPS_MAX", 2)
+    monkeypatch.setattr(upkeep, "KEEPS_MAX", 2)
     halves = Halves.start(tmp_path, max_gib=1, sweep_every_s=3600)
     halves.shake_hands()
     begun, goes_on = threading.Event(), threading.Event()
-    keeper = halves.scheduler._keeper
+    keeper = halves.scheduler._upkeep._keeper
     assert keeper is not None
 
     def hang() -> None:

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage import (
+from baton.connectors.storage.stores import (
     StorageIdentity,
     StorageSchedulerHalf,
     StorageSettings,
     StorageWorkerHalf,
     form,
 )
-from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.connectors.storage.stores.layer_kinds import LayerKind
 from baton.core.kv_events import BlockStored, KVCacheEvent
 from baton.engine.api import EngineOutputs
 from baton.engine.step import SchedulerOutput
@@ -110,7 +110,7 @@ class StorageWorld(StoreWorld):
         ]
         self.half = HeardHalf(identities[0], clock=lambda: self.now_s)
         self.workers = [StorageWorkerHalf(identity, clock=lambda: self.now_s) for identity in identities]
-        self.jobs = [self._make_late(self.half, "_lookups")]
+        self.jobs = [self._make_late(self.half._lookups, "_jobs")]
         ranks = Ranks.of_engine(config)
         self.num_awaited = 0
         self.counts: Counter[str] = Counter()

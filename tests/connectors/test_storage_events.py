@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from baton.connectors.shared_storage.events import ChunkEvents, Sighting
-from baton.connectors.shared_storage.layer_kinds import kinds_of
-from baton.connectors.shared_storage.prompts import Prompt
+from baton.connectors.storage.stores.events import ChunkEvents, Sighting
+from baton.connectors.storage.stores.layer_kinds import kinds_of
+from baton.connectors.storage.stores.prompts import Prompt
 from baton.connectors.store_events import EventGroup, StoreEvents
+from baton.core.hashing import root_hash
 from baton.core.kv_events import MEDIUM_STORAGE, BlockStored
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import EngineRequest, SamplingParams
@@ -26,7 +27,7 @@ def prompt_of(num_tokens: int = 4 * CHUNK, groups: tuple[KVCacheGroup, ...] = FU
         **fields,
     )
     kinds = kinds_of(groups, chunk_blocks=CHUNK_BLOCKS, block_tokens=BLOCK)
-    prompt = Prompt(Request(asked, block_size=BLOCK), CHUNK, BLOCK, "seed", kinds)
+    prompt = Prompt(Request(asked, block_size=BLOCK), CHUNK, BLOCK, root_hash("seed"), kinds)
     prompt.extend_keys()
     return prompt
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.connector import BatonSharedStorageConnector
-from baton.connectors.shared_storage.events import ChunkEvents
-from baton.connectors.shared_storage.read_ahead import ReadAhead
-from baton.connectors.shared_storage.settings import FilesTier
+from baton.connectors.storage.connectors import BatonSharedStorageConnector
+from baton.connectors.storage.stores.events import ChunkEvents
+from baton.connectors.storage.stores.read_ahead import ReadAhead
+from baton.connectors.storage.stores.settings import FilesTier
 from baton.connectors.store_events import StoreEvents
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import prefetches_of_hints
@@ -168,7 +168,7 @@ def test_a_hint_reads_a_prompt_ahead_until_its_time_is_up(tmp_path: Path) -> Non
     halves = stored(tmp_path)
     half, now = halves.scheduler, [100.0]
     half._clock = lambda: now[0]
-    half._events = ChunkEvents([StoreEvents(block_tokens=BLOCK)])
+    half._events = half._lookups._events = ChunkEvents([StoreEvents(block_tokens=BLOCK)])
     carrier = request_of("carrier", 3)
     carrier.kv_transfer_params = {"baton_prefetch": list(range(2 * CHUNK + 1))}
     half.on_new_request(carrier)
@@ -196,7 +196,8 @@ class RequestWithHints:
 
 
 def test_hints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.connectors.shared_storage.scheduler.HINTS_MAX", 2)
+    monkeypatch.setattr("baton.connectors.storage.stores.scheduler.HINTS_MAX", 2)
+    monkeypatch.setattr("baton.connectors.storage.stores.read_ahead_plan.HINTS_MAX", 2)
     halves = stored(tmp_path)
     half, goes_on = halves.scheduler, threading.Event()
     half.get_kv_connector_stats()
@@ -204,7 +205,7 @@ def test_hints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def hang() -> None:  # A slow store.
         goes_on.wait(WAIT_S)
 
-    half._lookups.put(hang)
+    half._lookups._jobs.put(hang)
 
     def hint(number: int) -> SimpleNamespace:
         return SimpleNamespace(
@@ -215,7 +216,9 @@ def test_hints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         request = RequestWithHints(request_of(f"r{first}", 3))
         request.kv_hints = SimpleNamespace(actions=[hint(first + number) for number in range(3)])
         half.on_new_request(request)  # type: ignore[arg-type]
-    assert list(half._hints) == ["hint 3", "hint 4"], "the last two of each request; of these the last two"
+    assert list(half._ahead._hints) == ["hint 3", "hint 4"], (
+        "the last two of each request; of these the last two"
+    )
     goes_on.set()
     halves.close()
     stats = half.get_kv_connector_stats()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.connectors.shared_storage.speeds import IN_FLIGHT_MAX, STALE_S, Line, Read, Speeds, is_load_better
-from baton.connectors.shared_storage.stats import StorageStats
+from baton.connectors.storage.stores.speeds import IN_FLIGHT_MAX, STALE_S, Line, Read, Speeds, is_load_better
+from baton.connectors.storage.stores.stats import StorageStats
 from baton.stores.backends.tiers import Place
 from tests.connectors.storage_world import CHUNK, files_in, wait_for
 from tests.connectors.test_shared_storage_halves import EMPTY, TABLE, Halves, prefill_of, request_of

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.offload.copies import CopyEnd
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.shared_storage import StorageSchedulerHalf, form
+from baton.connectors.storage.memory.copies import CopyEnd
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.stores import form
+from baton.connectors.storage.stores.scheduler import StorageSchedulerHalf
 from baton.core.identity import KVIdentity
 from baton.engine.api import EngineRequest
 from tests.connectors.test_offload_scheduling import ListCopies, OffloadWorld

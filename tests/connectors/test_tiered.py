@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.connectors.registry import connector_class
-from baton.connectors.tiered import BatonTieredConnector
+from baton.connectors.storage.connectors import BatonTieredConnector
 from baton.core.config import KVRole, KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.stores.backends.objects import ObjectStore

@@ -13,7 +13,7 @@ from baton.cli import route, serve_settings, settings, with_parent
 from baton.connectors.extra_config import NIXL
 from baton.connectors.multi.children import KEY as MULTI_KEY
 from baton.connectors.registry import BUILT_IN, ENTRY_POINT_GROUP
-from baton.connectors.shared_storage.settings import CHUNK_TOKENS
+from baton.connectors.storage.stores.settings import CHUNK_TOKENS
 from baton.contract.factory import DEFAULT_FACTORY
 from baton.core.errors import UserError
 from baton.core.layout import PLANES, SLOT

@@ -11,8 +11,8 @@ from baton.checkpoints.checkpoint import weights_digest
 from baton.checkpoints.families import parse_architecture
 from baton.connectors.host_view import BATON_POLICY
 from baton.connectors.pull.intent import transfer_of_request
-from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, layout_digest
-from baton.connectors.shared_storage.settings import StorageSettings
+from baton.connectors.storage.stores.identity import FORMAT, StorageIdentity, layout_digest
+from baton.connectors.storage.stores.settings import StorageSettings
 from baton.core.config import ClusterSecret
 from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, root_hash
 from baton.core.identity import CurrentIdentity, KVIdentity

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.connectors.shared_storage.form import FileForm, LayerShape
+from baton.connectors.storage.stores.form import FileForm, LayerShape
 from baton.stores.base.chunk_name import ChunkName
 from baton.stores.chunks import chunk
 from tests.golden.golden import check_values

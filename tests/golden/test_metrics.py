@@ -18,7 +18,7 @@ from baton.connectors.counted import FewLabels
 from baton.connectors.multi import MultiStats
 from baton.connectors.pull.consumer.fetch import record_of
 from baton.connectors.registry import BUILT_IN, connector_class
-from baton.connectors.shared_storage.stats import LoadFault, NotSaved
+from baton.connectors.storage.stores.stats import LoadFault, NotSaved
 from baton.core.config import KVTransferConfig
 from baton.core.reasons import FailureCode, Fault
 from baton.engine.api import FinishReason
@@ -146,5 +146,5 @@ def test_labels_that_types_declare() -> None:
         "baton:kv_offload_bytes, direction": ["load", "store"],
     }
     assert "cancelled" in literals("baton/router")
-    assert {"load", "store"} <= literals("baton/connectors/offload")
+    assert {"load", "store"} <= literals("baton/connectors/storage/memory")
     check_values("labels", {name: ", ".join(sorted(values)) for name, values in declared.items()})

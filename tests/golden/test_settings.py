@@ -6,10 +6,10 @@ The fields of EngineConfig and SamplingParams are in `engine_fields`, since they
 import msgspec
 
 from baton.cli import route, serve_settings
-from baton.connectors.offload.settings import LendSettings, OffloadSettings
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
-from baton.connectors.shared_storage.settings import StorageSettings
+from baton.connectors.storage.memory.settings import LendSettings, OffloadSettings
+from baton.connectors.storage.stores.settings import StorageSettings
 from baton.hosts.vllm.settings import PluginSettings
 from baton.http.settings import HttpLimits
 from baton.router.values.settings import RouterSettings

@@ -14,8 +14,8 @@ from baton.cli.main import COMMANDS as ALL_COMMANDS
 from tests.installs.only import ROOT, closure, normal
 
 CONNECTORS = """
-import baton.connectors.multi, baton.connectors.offload, baton.connectors.pull, baton.connectors.push
-import baton.connectors.shared_storage, baton.connectors.tiered
+import baton.connectors.multi, baton.connectors.pull, baton.connectors.push
+import baton.connectors.storage.connectors
 import baton.contract, baton.protocol.introduction
 import baton.transport.local.transport, baton.transport.tcp.transport
 import baton.hosts.vllm, baton.hosts.vllm.identity, baton.hosts.vllm.self_test

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.shared_storage.settings import StorageSettings
-from baton.connectors.shared_storage.stores import make_tiers
+from baton.connectors.storage.stores.settings import StorageSettings
+from baton.connectors.storage.stores.tiers import make_tiers
 from baton.core.errors import ConfigError
 from baton.stores.backends.objects import ObjectStore
 

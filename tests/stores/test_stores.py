@@ -132,9 +132,7 @@ def replace_foreign(store: Store, put: Callable[[str], object], caplog: pytest.L
     """
     world = World(store, ObjectStore("memory:///", timeout_s=TIMEOUT_S))  # A store that fails is set aside.
     put(world.name_of(1))
-    world.transfers.lookup([(1, 0)])
-    world.run()
-    world.transfers.take_ended()
+    world.found(1)
     world.load("job", (1, 5))
     assert world.reasons()[0] in ("gone", "foreign", "corrupt")
     world.fill_stores(1, 2)
@@ -157,8 +155,7 @@ def test_jobs_over_each_store(store: Store) -> None:
     world.fill_stores(0, 1, 2)
     damage(store, world.name_of(1))
     store.remove([world.name_of(2)])
-    world.transfers.lookup([(0, 0), (1, 0), (2, 0)])
-    assert world.reasons() == [None, None, "gone"]
+    assert world.found(0, 1, 2) == [True, True, False]
     world.load("job", (0, 4), (1, 5), (2, 6))
     assert world.reasons() == [None, "corrupt", "gone"]
     assert world.contents()[4:7] == [1, 0, 0]

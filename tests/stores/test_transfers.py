@@ -47,8 +47,7 @@ def slow() -> Iterator[SlowStore]:
 def test_what_was_stored_is_found_and_loaded_into_other_rows(store: Store) -> None:
     world = World(store)
     world.fill_stores(0, 1)
-    world.transfers.lookup([(0, 0), (1, 0), (2, 0)])
-    assert world.reasons() == [None, None, "gone"]
+    assert world.found(0, 1, 2) == [True, True, False]
     world.load("job", (0, 7), (1, 3))
     (ended,) = world.ended()
     assert (ended.job_id, ended.kind) == ("job", "load")
@@ -160,23 +159,6 @@ def test_a_reader_that_hangs_costs_its_chunk_only(store: Store) -> None:
     assert world.contents()[4:6] == [0, 2]
 
 
-def test_a_lookup_that_hangs_is_answered_at_its_deadline(store: Store) -> None:
-    world = World(store, lookup_timeout_s=1.0)
-    world.fill_stores(0)
-
-    def hang() -> None:
-        world.pass_time(1.0)
-        world.transfers.lookup([(0, 0)])
-        ended = world.transfers.take_ended()
-        assert [outcome.reason for job in ended for outcome in job.outcomes] == ["timeout", "timeout"]
-
-    meanwhile(store, "sizes", hang)
-    world.transfers.lookup([(0, 0)])
-    assert world.ended() == []
-    world.transfers.lookup([(0, 0)])
-    assert world.reasons() == [None]
-
-
 def test_a_write_that_hangs_gives_its_row_back_at_its_deadline(store: Store) -> None:
     world = World(store, store_timeout_s=3.0)
     world.rows[0][:] = b"\1" * ROW
@@ -274,9 +256,6 @@ def test_an_error_fails_its_chunk_only(slow: SlowStore, error: Exception, reason
     meanwhile(slow, "read", fail)
     world.load("load", (0, 4), (1, 5))
     assert world.reasons() == [reason, None]
-    meanwhile(slow, "sizes", fail)
-    world.transfers.lookup([(0, 0)])
-    assert world.reasons() == ["io" if isinstance(error, OSError) else "failed"]
     meanwhile(slow, "write", fail)
     world.store("store", (2, 0))
     world.store("store", (3, 0))
@@ -301,11 +280,10 @@ def test_dead_threads_fail_what_waits_for_them(slow: SlowStore) -> None:
     world.transfers.expire(0.0)
     world.load("load", (0, 4))
     world.store("store", (0, 4))
-    world.transfers.lookup([(0, 4)])
     copy = world.transfers.copy((0, 4), world.fill)
     assert copy is not None
     world.transfers.store("copy", [copy])
-    assert [job.outcomes[0].reason for job in world.transfers.take_ended()] == ["failed"] * 5
+    assert [job.outcomes[0].reason for job in world.transfers.take_ended()] == ["failed"] * 4
     assert world.transfers.is_stuck
     assert world.transfers._states.backlog_bytes == 0
 
@@ -380,8 +358,7 @@ def test_chunks_of_the_previous_secret_are_found_and_loaded(slow: SlowStore) -> 
     old = ("old", b"o" * 32)
     World(slow, names=[old]).fill_stores(0)
     world = World(slow, names=[NAMES, old])
-    world.transfers.lookup([(0, 0), (1, 0)])
-    assert world.reasons() == [None, "gone"]
+    assert world.found(0, 1) == [True, False]
     world.load("job", (0, 4))
     assert world.reasons() == [None]
     assert world.contents()[4] == 1

@@ -66,8 +66,8 @@ class World:
         self.rows = [bytearray(ROW) for _ in range(NUM_ROWS)]
         self.names = names
         self.tiers = Tiers(stores, clock=lambda: self.now)
-        self.threads = [threads() for _ in range(4)]
-        readers, writer, ahead, finder = self.threads
+        self.threads = [threads() for _ in range(3)]
+        readers, writer, ahead = self.threads
         store_timeout_s = settings.pop("store_timeout_s", 30.0)
         held = held or {}
         self.transfers: Transfers[Chunk] = Transfers(
@@ -77,7 +77,6 @@ class World:
             readers=readers,
             writer=writer,
             ahead=ahead,
-            finder=finder,
             store_timeout_s=store_timeout_s,
             held=lambda chunk: memoryview(held[chunk[0]]) if chunk[0] in held else None,
             clock=lambda: self.now,
@@ -91,6 +90,9 @@ class World:
     def name_of(self, number: int) -> str:
         return str(self.form_of((number, 0)).names[0][0])
 
+    def all_names_of(self, number: int) -> list[str]:
+        return [str(name) for name, _ in self.form_of((number, 0)).names]
+
     def install(self, chunk: Chunk, body: memoryview) -> None:
         self.rows[chunk[1]][:] = body
 
@@ -102,6 +104,10 @@ class World:
 
     def store(self, job: object, *chunks: Chunk) -> None:
         self.transfers.store(job, [Copy(chunk, self.form_of(chunk)) for chunk in chunks], self.fill)
+
+    def found(self, *numbers: int) -> list[bool]:
+        """Tells of each chunk whether a store has it under any of its names."""
+        return [any(self.tiers.find(self.all_names_of(number))) for number in numbers]
 
     def run(self) -> None:
         """Runs all jobs until the threads are idle."""

@@ -31,10 +31,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from baton.connectors.host_view import HostPolicy
-from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.storage.memory.identity import OffloadIdentity
+from baton.connectors.storage.memory.metadata import OffloadMetadata, OffloadReport
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.memory.settings import OffloadSettings
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
 from baton.core.layout import CacheSpec

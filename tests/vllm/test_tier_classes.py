@@ -44,7 +44,7 @@ from baton.hosts.vllm.settings import PluginSettings
 from baton.hosts.vllm.tier import BatonTier
 from baton.hosts.vllm.tier.cpu_spec import CpuTieringSpec, CpuWorker
 from baton.hosts.vllm.tier.identity import find_vllm_config, naming_of
-from baton.hosts.vllm.tier.naming import Naming
+from baton.hosts.vllm.tier.rows import Naming
 from baton.stores.backends.files import FileStore
 from baton.stores.backends.sweep import ENDED_S, chunks_of
 from baton.stores.base.chunk_name import Keep
@@ -186,6 +186,19 @@ def test_the_cache_is_reset_while_chunks_move(start: Callable[..., World], tmp_p
     context = second.begin("with the first weights")
     found = [second.look_up(KEYS[number], context) for number in (1, 4, 5)]
     assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+
+
+def test_a_lookup_from_before_a_reset_is_no_answer_after_it(start: Callable[..., World]) -> None:
+    world = start()
+    world.store(world.begin("a"), KEYS[1])
+    tier, context = world.tier, world.begin("b")
+    assert tier.lookup(KEYS[1], context) is LookupResult.RETRY
+    tier.on_schedule_end(STEP)
+    wait_for(lambda: tier._looking[0][1].found is not None)
+    tier.drain_jobs()
+    assert tier.lookup(KEYS[1], context) is LookupResult.RETRY
+    assert list(tier.get_finished_jobs()) == []
+    assert tier.lookup(KEYS[1], context) is LookupResult.RETRY, "nothing has looked under the new names"
 
 
 def test_evicted_chunks_are_announced(start: Callable[..., World]) -> None:

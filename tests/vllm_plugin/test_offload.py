@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport
+from baton.connectors.storage.memory.metadata import LoadBlocks, OffloadMetadata, OffloadReport
 from baton.core.errors import ConfigError
 from tests.connectors.pull_world import FakeBlocks, FakeRequest
 from tests.vllm_plugin.test_connector import PARALLEL, roles

@@ -10,11 +10,11 @@ import pytest
 
 from baton.checkpoints.checkpoint import load_model_config
 from baton.connectors.host_view import HostView
-from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.pull import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push import PushIdentity
-from baton.connectors.shared_storage import StorageIdentity
+from baton.connectors.storage.memory.identity import OffloadIdentity
+from baton.connectors.storage.stores.identity import StorageIdentity
 from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity

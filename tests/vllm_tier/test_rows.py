@@ -2,8 +2,7 @@
 
 import pytest
 
-from baton.hosts.vllm.tier.naming import Naming, any_of
-from baton.hosts.vllm.tier.rows import Row, Rows
+from baton.hosts.vllm.tier.rows import Naming, Row, Rows
 
 ROW_BYTES = 16
 KEY = bytes([3]) * 36
@@ -23,11 +22,3 @@ def test_a_row_is_filled_and_copied() -> None:
     form = rows.form_of(Row(KEY))
     assert [(name.namespace, key) for name, key in form.names] == list(NAMING.signed)
     assert form.nbytes == ROW_BYTES
-
-
-def test_names_and_keys() -> None:
-    (name, _), *_ = NAMING.names_of(KEY)
-    assert NAMING.key_of(str(name)) == KEY
-    assert NAMING.key_of(str(name).replace("current", "another")) is None
-    assert NAMING.key_of("current/zz/zz.0.safetensors") is None
-    assert any_of([True, False, False, False], 2) == [True, False]

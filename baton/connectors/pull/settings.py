@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.extra_config import FIELD, check_positive, parse_extra
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.hosts import is_loopback
@@ -72,8 +72,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         names = self.transports
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ConfigError("must name at least one transport, each once", field=f"{FIELD}.transports")
-        if not self.shutdown_timeout_s > 0:
-            raise ConfigError("must be positive", field=f"{FIELD}.shutdown_timeout_s")
+        check_positive(self, "shutdown_timeout_s")
         if self.advertise_host is None and self.host in ("0.0.0.0", "::"):
             raise ConfigError("is needed when host is a wildcard address", field=f"{FIELD}.advertise_host")
 

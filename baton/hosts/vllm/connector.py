@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from baton.connectors.extra_config import FIELD
-from baton.connectors.offload import connector as offload
-from baton.connectors.offload.metadata import OffloadMetadata
 from baton.connectors.pull import connector as pull
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata
 from baton.connectors.push import connector as push
-from baton.connectors.shared_storage import connector as shared_storage
-from baton.connectors.shared_storage.metadata import StorageMetadata
-from baton.connectors.tiered.connector import HOST
+from baton.connectors.storage import connectors as storage
+from baton.connectors.storage.memory.metadata import OffloadMetadata
+from baton.connectors.storage.stores.metadata import StorageMetadata
 from baton.core.errors import ConfigError
 from baton.hosts.vllm.forwarding import ForwardingConnector
 from baton.hosts.vllm.groups import specs_of
@@ -72,13 +70,13 @@ class BatonPushConnector(BatonPullConnector):
 
 
 class BatonOffloadConnector(ForwardingConnector):
-    kind = offload.BatonOffloadConnector
+    kind = storage.BatonOffloadConnector
     _cache_hit_source = "host"
     _empty_metadata = OffloadMetadata()
 
 
 class BatonSharedStorageConnector(ForwardingConnector):
-    kind = shared_storage.BatonSharedStorageConnector
+    kind = storage.BatonSharedStorageConnector
     _cache_hit_source = "disk"
     _empty_metadata = StorageMetadata()
 
@@ -97,7 +95,7 @@ class BatonTieredConnector(BatonSharedStorageConnector):
 def _refuse_host(settings: dict[str, Any]) -> None:
     """Raise ConfigError for a tier in host memory."""
     for index, tier in enumerate(settings.get("tiers", ())):
-        if isinstance(tier, dict) and tier.get("type") == HOST:
+        if isinstance(tier, dict) and tier.get("type") == storage.HOST:
             raise ConfigError(
                 "is 'host', which is BatonOffloadConnector in vLLM; list it before this connector in vLLM's "
                 "MultiConnector",

@@ -22,7 +22,7 @@ from baton.stores.base.store import Fault
 
 C = TypeVar("C")
 
-Kind: TypeAlias = Literal["lookup", "load", "ahead", "store", "promote"]
+Kind: TypeAlias = Literal["load", "ahead", "store", "promote"]
 # "unneeded": a chunk before it failed.
 Reason: TypeAlias = Fault | Literal["failed", "timeout", "backlog", "shutdown", "cancelled", "unneeded"]
 

@@ -1,6 +1,5 @@
 """The asynchronous interface of tiers: jobs of chunks between a caller's memory and stores, on threads.
 
-    lookup   which chunks are in a store
     load     store -> memory of the reader, proven -> `install`     only if the job still wants the chunk
              or section by section, each a chunk of the job (`Form`)
              `is_ahead`: on threads of their own, so that no load waits for what is read ahead
@@ -22,7 +21,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
 from math import inf
 from mmap import mmap
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -124,7 +122,6 @@ class Transfers(Generic[C]):
         readers: Threads,
         writer: Threads,
         ahead: Threads | None = None,
-        finder: Threads | None = None,
         store_timeout_s: float = inf,
         held: Callable[[C], memoryview | None] = lambda chunk: None,
         on_end: Callable[[Kind], None] = lambda kind: None,
@@ -140,7 +137,6 @@ class Transfers(Generic[C]):
         self._readers = readers
         self._writer = writer
         self._ahead = ahead
-        self._finder = finder
         self._held = held
         self._on_end = on_end
         self._clock = clock
@@ -152,17 +148,6 @@ class Transfers(Generic[C]):
         self._logged_unwritten_s = -inf
 
     # --- Jobs ------------------------------------------------------------------------------------
-
-    def lookup(self, chunks: Sequence[C]) -> None:
-        """A chunk that no store has is "gone". While lookups hang, further ones fail at once."""
-        assert self._finder is not None
-        now = self._clock()
-        with self._changing() as states:
-            job = states.begin(None, "lookup", chunks, now, self._settings.lookup_timeout_s)
-            _refuse(states, job, now, self._finder, is_hanging=states.num_hanging(now, "lookup") > 0)
-            wanted = sorted(job.left)
-        if wanted:
-            self._finder.put(partial(self._run_lookup, job))
 
     def load(
         self,
@@ -284,8 +269,8 @@ class Transfers(Generic[C]):
 
     def close(self) -> None:
         """Writes what waits, for `shutdown_timeout_s`. Afterwards no thread touches the caller's memory."""
-        self._give_up_all("lookup", "load", "ahead")
-        for threads in (self._finder, self._readers, self._ahead, self._writer):
+        self._give_up_all("load", "ahead")
+        for threads in (self._readers, self._ahead, self._writer):
             if threads is not None:
                 threads.close(self._settings.shutdown_timeout_s)
         self._give_up_all("load", "ahead", "store", "promote")
@@ -294,29 +279,7 @@ class Transfers(Generic[C]):
                 self._changed.wait(WAIT_S)  # Waits for copies, which are between memory and memory.
         self._tiers.close()
 
-    # --- Lookups and loads, on threads -----------------------------------------------------------
-
-    def _run_lookup(self, job: Job[C]) -> None:
-        thread, indices, now = threading.get_ident(), range(len(job.chunks)), self._clock()
-        with self._changing() as states:
-            states.start(thread, job, indices, now, self._settings.lookup_timeout_s)
-        found: list[bool] = []
-        reason: Reason = "failed"
-        try:
-            names = [[str(name) for name, _ in self._form_of(chunk).names] for chunk in job.chunks]
-            each = iter(self._tiers.find(list(chain(*names))))
-            found, reason = [any([next(each) for _ in of_chunk]) for of_chunk in names], "gone"
-        except OSError as error:
-            logger.warning("could not look up %d chunks: %s", len(job.chunks), error)
-            reason = "io"
-        except Exception:  # Only these chunks are not found; the thread serves other jobs.
-            logger.exception("the lookup of %d chunks failed", len(job.chunks))
-        finally:
-            with self._changing() as states:
-                states.stop(thread)
-                for index, is_found in zip_longest(indices, found, fillvalue=False):
-                    outcome = Outcome(job.chunks[index], None if is_found else reason)
-                    states.settle(job, index, outcome, self._clock())
+    # --- Loads, on threads -----------------------------------------------------------
 
     def _run_load(self, piece: _Piece[C]) -> None:
         thread, job, index = threading.get_ident(), piece.job, piece.index

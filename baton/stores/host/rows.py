@@ -57,16 +57,20 @@ class HostRows:
         ]
 
     def store(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        self._check(block_ids, rows)
-        for block, row, count in runs(block_ids, rows):
-            for cache, ours in zip(self._caches, self._rows, strict=True):
-                ours[row : row + count] = cache[block : block + count]
+        self._copy(self._caches, block_ids, self._rows, rows)
 
     def load(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        self._check(block_ids, rows)
-        for block, row, count in runs(block_ids, rows):
-            for cache, ours in zip(self._caches, self._rows, strict=True):
-                cache[block : block + count] = ours[row : row + count]
+        self._copy(self._rows, rows, self._caches, block_ids)
+
+    @staticmethod
+    def _copy(
+        sources: Sequence[Bytes], from_ids: Sequence[int], targets: Sequence[Bytes], to_ids: Sequence[int]
+    ) -> None:
+        check_ids(from_ids, len(sources[0]))
+        check_ids(to_ids, len(targets[0]))
+        for first, place, count in runs(from_ids, to_ids):
+            for source, target in zip(sources, targets, strict=True):
+                target[place : place + count] = source[first : first + count]
 
     def as_caches(self) -> dict[str, torch.Tensor]:
         """The rows of each layer in the shape of its cache: a row in place of a block. One storage."""
@@ -80,10 +84,6 @@ class HostRows:
                 (len(rows), *cache.shape[1:]), (rows.shape[1] // size, *cache.stride()[1:]), offset // size
             )
         return caches
-
-    def _check(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        check_ids(block_ids, len(self._caches[0]))
-        check_ids(rows, len(self._rows[0]))
 
 
 def check_ids(ids: Sequence[int], count: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from baton.connectors.multi import MultiSchedulerHalf
-from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.memory.metadata import OffloadMetadata, OffloadReport
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
 from baton.connectors.pull.metadata import FailedLoad, Order, PullMetadata, PullWorkerReport, ReadBlocks
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.contract import KVConnectorOutput
@@ -184,20 +184,18 @@ class FindsNoStates(OffloadHalf):
 class StoresAnyState(OffloadHalf):
     """Takes the state after a step for that at the end of the last full block, by its place in the table."""
 
-    def _plan_store(self, prompt: Any, num_computed: int, num_scheduled: int, states: Any) -> Any:
-        last, size = (
-            (num_computed + num_scheduled) // self._identity.block_tokens,
-            self._identity.block_tokens,
-        )
+    def _plan_store(self, prompt: Any, num_computed: int, end: int, states: Any) -> Any:
+        size = self._identity.block_tokens
+        last = end // size
         of_groups = {index: prompt.tables[index][last - 1] for index in self._state_groups if last}
-        return super()._plan_store(prompt, num_computed, num_scheduled, {last * size: of_groups})
+        return super()._plan_store(prompt, num_computed, end, {last * size: of_groups})
 
 
 class NamesNoWeights(OffloadHalf):
     """The name of a chunk is the same for all weights."""
 
-    def _follow(self, request: Any) -> Any:
-        prompt = super()._follow(request)
+    def _new_prompt(self, request: Any, extra: bytes) -> Any:
+        prompt = super()._new_prompt(request, extra)
         prompt.root = root_hash("any weights")
         return prompt
 

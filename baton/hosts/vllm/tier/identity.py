@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from baton.core.errors import ConfigError
 from baton.hosts.vllm.identity import FIELD, draft_digest, find_kv_identity
 from baton.hosts.vllm.settings import PluginSettings
-from baton.hosts.vllm.tier.naming import KEY_PURPOSE, NAMESPACE_BYTES, Naming
+from baton.hosts.vllm.tier.rows import KEY_PURPOSE, NAMESPACE_BYTES, Naming
 from baton.stores.chunks.chunk import FORMAT
 
 

@@ -1,13 +1,48 @@
-"""Rows of vLLM's host memory as chunks of `baton.stores.chunks.transfers`. Only the moves here touch them."""
+"""Rows of vLLM's host memory as chunks of `baton.stores.chunks.transfers`, and their names in stores.
+
+A chunk is one row: the bytes of all ranks. So one rank's part is never visible without the others'. Only the
+moves here touch the memory.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.hosts.vllm.tier.naming import Naming
+from baton.stores.base.chunk_name import ChunkName
 from baton.stores.chunks.transfers import Form
+
+KEY_PURPOSE = "baton.vllm_tier.1"
+NAMESPACE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    row_bytes: int
+    # Namespace and signing key; the current one first, then those of previous secrets.
+    signed: tuple[tuple[str, bytes], ...]
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """The row as safetensors has a tensor."""
+        return {"row": {"dtype": "U8", "shape": (self.row_bytes,), "data_offsets": (0, self.row_bytes)}}
+
+    def with_other_weights(self) -> Naming:
+        """Names for chunks of weights that the host does not name, so no engine has had them before."""
+        drawn = secrets.token_bytes(NAMESPACE_BYTES)
+        named = [
+            (hashlib.blake2b(namespace.encode(), key=drawn, digest_size=NAMESPACE_BYTES), key)
+            for namespace, key in self.signed
+        ]
+        return replace(self, signed=tuple((digest.hexdigest(), key) for digest, key in named))
+
+    def names_of(self, key: bytes) -> list[tuple[ChunkName, bytes]]:
+        """Names under which the chunk may be stored, and the keys that sign it there."""
+        return [(ChunkName(namespace, key, 0), signing_key) for namespace, signing_key in self.signed]
 
 
 class Row(NamedTuple):

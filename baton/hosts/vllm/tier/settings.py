@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from baton.connectors.extra_config import FIELD
-from baton.connectors.shared_storage.settings import StorageSettings
+from baton.connectors.extra_config import FIELD, check_positive
+from baton.connectors.storage.stores.settings import StorageSettings
 from baton.core.errors import ConfigError
 from baton.hosts.vllm.versions import release_of
 
@@ -39,8 +39,7 @@ class TierSettings(StorageSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.store_timeout_s > 0:
-            raise ConfigError("must be positive", field=f"{FIELD}.store_timeout_s")
+        check_positive(self, "store_timeout_s")
         if self.chunk_tokens is not None:
             raise ConfigError(
                 "is vLLM's setting here: block_size or blocks_per_chunk", field=f"{FIELD}.chunk_tokens"

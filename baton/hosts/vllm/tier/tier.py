@@ -9,8 +9,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -26,23 +28,20 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.jobs import Jobs, Repeated
-from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
-from baton.core.errors import ConfigError
+from baton.connectors.jobs import Jobs
+from baton.connectors.storage.stores.lookup_thread import Lookup, LookupThread
+from baton.connectors.storage.stores.tiers import make_tiers
+from baton.connectors.storage.stores.upkeep import Upkeep
 from baton.core.retention import PLAIN, Retention, make_retention, session_in
 from baton.hosts.vllm.log import share_log
 from baton.hosts.vllm.settings import PluginSettings
 from baton.hosts.vllm.tier.identity import naming_of
 from baton.hosts.vllm.tier.lookups import Lookups
-from baton.hosts.vllm.tier.naming import Naming, any_of
-from baton.hosts.vllm.tier.rows import Row, Rows
+from baton.hosts.vllm.tier.rows import Naming, Row, Rows
 from baton.hosts.vllm.tier.settings import TierSettings, check_release
-from baton.stores.backends.sweep import Swept
-from baton.stores.base.chunk_name import NO_KEEP, Keep, chunk_of
-from baton.stores.base.store import StoreError
+from baton.stores.base.chunk_name import ChunkName
 from baton.stores.chunks.transfer_states import Ended
 from baton.stores.chunks.transfers import Copy, Transfers
-from baton.stores.policies.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +79,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._settings = settings = parse_extra(TierSettings, extra)
         self.locality = None if settings.locality is None else Locality(settings.locality)
         naming = naming or naming_of(offloading_spec.config, self.block_size_bytes, plugin)
-        if settings.encrypt and naming.signed[0][1] == b"":
-            raise ConfigError(
-                "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"
-            )
+        settings.check_encryption(has_secret=naming.signed[0][1] != b"")
         self._emits_events = settings.enable_kv_events and bool(
             offloading_spec.kv_events_config.enable_kv_cache_events
         )
@@ -99,7 +95,6 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             settings,
             readers=Jobs("kv-read", settings.io_threads),
             writer=Jobs("kv-write"),
-            finder=Jobs("kv-lookup"),
             store_timeout_s=settings.store_timeout_s,
             clock=clock,
         )
@@ -108,15 +103,19 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._written: list[bytes] = []
         self._lost: list[bytes] = []
         self._lookups = Lookups()
+        self._finder: LookupThread[Collection[bytes]] = LookupThread((), settings)
+        self._looking: list[tuple[list[bytes], Lookup[Collection[bytes]]]] = []  # Keys of each lookup.
         self._open: set[str] = set()  # Requests.
         self._stale: set[str] = set()  # The open ones that began before the weights changed.
         self._lock = threading.Lock()  # Guards what the sweeper's thread reports.
-        self._swept = Swept()
-        self._evicted: list[bytes] = []
-        self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
-        self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._sweeps else None
-        self._keeper = Keeper() if self._sweeps else None
-        self._sessions: Sessions[bytes] = Sessions()
+        self._evicted: set[bytes] = set()
+        self._upkeep = Upkeep(
+            self._tiers,
+            settings,
+            namespaces=lambda: [namespace for namespace, _ in rows.naming.signed],
+            values_of=lambda namespace, key: [str(ChunkName(namespace, key, 0))],
+            sweeping=self._sweeping if self._emits_events else None,
+        )
         kinds = " > ".join(f"{store.kind} {store.where}" for store in self._tiers.stores)
         logger.info("%s: chunks of %d bytes in %s", tier_type, self.block_size_bytes, kinds)
 
@@ -138,21 +137,26 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         if is_stale:
             return
         asked = _retention_of(job_metadata.req_context)
-        self._sessions.stored(asked.session, job_metadata.keys)
-        self._keep(job_metadata, Keep(asked.priority, asked.ttl_s, asked.tenant))
+        self._upkeep.stored(asked.session, job_metadata.keys)
+        self._upkeep.retain(asked, saved=job_metadata.keys)
 
     def submit_load(self, job_metadata: Any) -> None:
         self._transfers.load(job_metadata.job_id, _rows_of(job_metadata), self._rows.install)
-        asked = _retention_of(job_metadata.req_context)
-        self._sessions.used(asked.session, job_metadata.keys)
-        self._keep(job_metadata, Keep(asked.priority).raised())
+        self._upkeep.retain(_retention_of(job_metadata.req_context), found=job_metadata.keys)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         self._transfers.expire(self._clock())
-        ended = self._transfers.take_ended()
-        for outcome in (outcome for job in ended if job.kind == "lookup" for outcome in job.outcomes):
-            self._lookups.answer(outcome.chunk.key, outcome.reason is None)
-        return [self._end(job) for job in ended if job.kind in ("load", "store")]
+        self._answer_lookups(self._clock())
+        return [self._end(job) for job in self._transfers.take_ended() if job.kind in ("load", "store")]
+
+    def _answer_lookups(self, now: float) -> None:
+        open_ones, self._looking = self._looking, []
+        for keys, lookup in open_ones:
+            if (found := lookup.result(now)) is None:
+                self._looking.append((keys, lookup))
+                continue
+            for key in keys:
+                self._lookups.answer(key, key in found)
 
     def _end(self, job: Ended[Row]) -> Any:
         done: list[bytes] = []
@@ -187,7 +191,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._transfers.drain()
         self._rows.naming = self._rows.naming.with_other_weights()
         self._lookups = Lookups()
-        self._sessions = Sessions()
+        self._looking.clear()
+        self._upkeep.forget_sessions()
         self._stale |= self._open
 
     # --- Requests and steps ----------------------------------------------------------------------
@@ -204,30 +209,24 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._lookups.forget(req_context.req_id)
         self._open.discard(req_context.req_id)
         self._stale.discard(req_context.req_id)
-        asked = _retention_of(req_context)
-        ended = self._sessions.end(asked.session) if asked.ends_session else []
-        if self._keeper is not None and ended:
-            values = [str(self._rows.naming.names_of(key)[0][0]) for key in ended]
-            keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
-            self._keeper.put(partial(self._sweeps.end, [*map(chunk_of, values)], values, keep))
+        self._upkeep.retain(_retention_of(req_context), has_ended=True)
 
     def on_schedule_end(self, context: Any) -> None:
         if batch := self._lookups.take_batch():
-            self._transfers.lookup([Row(key) for key in batch])
+            find = partial(self._find, batch, self._rows.naming)
+            self._looking.append((batch, self._finder.begin(find, self._clock())))
+
+    def _find(self, keys: Sequence[bytes], naming: Naming) -> Collection[bytes]:
+        """Those of the chunks that a store has. Runs on a thread. Raises StoreError."""
+        names = {key: [str(name) for name, _ in naming.names_of(key)] for key in keys}
+        each = iter(self._tiers.find([*chain(*names.values())]))
+        return {key for key, of_chunk in names.items() if any([next(each) for _ in of_chunk])}
 
     def shutdown(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.close(self._settings.shutdown_timeout_s)
-        if self._keeper is not None:
-            self._keeper.close(self._settings.shutdown_timeout_s)
+        self._upkeep.close()
+        self._finder.close()
         self._transfers.close()
         self._memory.release()  # vLLM then releases its own view, which fails while there is another.
-
-    def _keep(self, job: Any, keep: Keep) -> None:
-        """Notes for the sweeps what the job's request asks for its chunks."""
-        if self._keeper is not None and keep != NO_KEEP:
-            chunks = [chunk_of(str(self._rows.naming.names_of(key)[0][0])) for key in job.keys]
-            self._keeper.put(partial(self._sweeps.keep, chunks, keep))
 
     # --- Events and metrics ----------------------------------------------------------------------
 
@@ -238,7 +237,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         written, lost = self._written, self._lost
         self._written, self._lost = [], []
         with self._lock:
-            evicted, self._evicted = self._evicted, []
+            evicted, self._evicted = self._evicted, set()
         if not self._emits_events:
             return
         for keys, is_removed in ((written, False), ([*lost, *evicted], True)):
@@ -267,31 +266,19 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         counts, self._counts = self._counts, Counter()
         for (name, reason), count in counts.items():
             stats.increase_counter(PREFIX + name, count, (reason,))
-        with self._lock:
-            swept, self._swept = self._swept, Swept()
-        if swept.num_evicted:
+        swept = self._upkeep.take()
+        if swept is not None and swept.num_evicted:
             stats.increase_counter(PREFIX + EVICTED, swept.num_evicted)
-        if swept.num_kept or swept.num_evicted:
+        if swept is not None and (swept.num_kept or swept.num_evicted):
             stats.set_gauge(PREFIX + KEPT, swept.kept_bytes)
         return stats
 
-    # --- Threads ---------------------------------------------------------------------------------
-
-    def _find(self, keys: Sequence[bytes]) -> list[bool]:
-        names = [str(name) for key in keys for name, _ in self._rows.naming.names_of(key)]
-        return any_of(self._tiers.find(names), len(self._rows.naming.signed))
-
-    def _sweep(self) -> None:
-        total = self._sweeps.run(time.time(), [namespace for namespace, _ in self._rows.naming.signed])
-        keys = [key for name in total.evicted if (key := self._rows.naming.key_of(name)) is not None]
-        try:
-            found = self._find(keys) if keys else []
-        except StoreError:
-            found = [False] * len(keys)
+    @contextmanager
+    def _sweeping(self) -> Iterator[set[bytes]]:
+        evicted: set[bytes] = set()
+        yield evicted
         with self._lock:
-            self._evicted += [key for key, is_found in zip(keys, found, strict=True) if not is_found]
-            total.num_evicted += self._swept.num_evicted
-            self._swept = total
+            self._evicted |= evicted
 
 
 def _rows_of(job: Any) -> list[Row]:

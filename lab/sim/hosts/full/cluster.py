@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.storage.memory.settings import OffloadSettings
 from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
 from baton.testing.host.model import STATE, Windows, model_of

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
-from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.push import PrefillAnnouncer, PushIdentity
+from baton.connectors.storage.memory.identity import OffloadIdentity
+from baton.connectors.storage.memory.scheduler import OffloadSchedulerHalf
+from baton.connectors.storage.memory.worker import OffloadWorkerHalf
 from baton.contract import (
     KVConnectorSchedulerHalf,
     KVConnectorWorkerHalf,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.storage.memory.settings import OffloadSettings
 from baton.core.config import (
     CacheConfig,
     EngineConfig,

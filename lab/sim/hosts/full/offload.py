@@ -15,9 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.connectors.host_view import BATON_POLICY
-from baton.connectors.offload.copies import Copies, CopyEnd
-from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.settings import GIB
+from baton.connectors.storage.memory.copies import Copies, CopyEnd
+from baton.connectors.storage.memory.identity import OffloadIdentity
+from baton.connectors.storage.memory.settings import GIB
 from baton.core.config import EngineConfig
 from baton.core.identity import CurrentIdentity
 from baton.testing.host.memory import JUNK, UNWRITTEN, RankMemory

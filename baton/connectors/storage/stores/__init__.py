@@ -1,0 +1,1 @@
+"""Tiers in stores: files, buckets and Redis, for every engine with the same model and layout."""
