@@ -16,14 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.storage.stores import (
-    StorageIdentity,
-    StorageSchedulerHalf,
-    StorageSettings,
-    StorageWorkerHalf,
-    form,
-)
+from baton.connectors.storage.stores import form
+from baton.connectors.storage.stores.identity import StorageIdentity
 from baton.connectors.storage.stores.layer_kinds import LayerKind
+from baton.connectors.storage.stores.scheduler import StorageSchedulerHalf
+from baton.connectors.storage.stores.settings import StorageSettings
+from baton.connectors.storage.stores.worker import StorageWorkerHalf
 from baton.core.kv_events import BlockStored, KVCacheEvent
 from baton.engine.api import EngineOutputs
 from baton.engine.step import SchedulerOutput
