@@ -28,18 +28,22 @@ class PromptLookups(LookupThread[Found]):
         tiers: Tiers,
         events: ChunkEvents | None,
         on_end: Callable[[], None],
+        *,
+        namespaces: Callable[[], tuple[str, ...]],
     ) -> None:
+        """`namespaces`: those of the weights that the host has now; read on the thread, too."""
         super().__init__(NOTHING, identity.settings, on_end)
         self._identity = identity
         self._kinds = identity.layer_kinds
         self._tiers = tiers
         self._events = events
+        self._namespaces = namespaces
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def look_up(self, prompt: Prompt, namespaces: tuple[str, ...], now: float) -> None:
+    def look_up(self, prompt: Prompt, now: float) -> None:
         """Also for an engine that only saves, because stored chunks need no copy."""
-        keys = list(prompt.extend_keys())
+        namespaces, keys = self._namespaces(), list(prompt.extend_keys())
         if has_states(self._identity.groups):  # The state after all tokens cannot compute the last one again.
             del keys[(prompt.request.num_tokens - 1) // self._identity.chunk_tokens :]
         if namespaces and (keys or prompt.tail_keys(0)):
@@ -61,7 +65,8 @@ class PromptLookups(LookupThread[Found]):
         seeing, found = nullcontext([]) if events is None else events.looking_up(prompt), NOTHING
         try:
             with seeing as seen:
-                found = self._find_prefix(prompt, namespaces, keys, seen)
+                if namespaces == self._namespaces():  # Otherwise the weights have changed.
+                    found = self._find_prefix(prompt, namespaces, keys, seen)
         finally:
             with self._lock:
                 self._counts.update(looked_up_chunks=len(keys), found_chunks=found.num_chunks)

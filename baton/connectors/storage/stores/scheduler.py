@@ -79,7 +79,13 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity))
-        self._lookups = PromptLookups(identity, self._tiers, self._events, lambda: self._wake())
+        self._lookups = PromptLookups(
+            identity,
+            self._tiers,
+            self._events,
+            lambda: self._wake(),
+            namespaces=lambda: self._namespaces,
+        )
         self._upkeep = Upkeep(
             self._tiers,
             settings,
@@ -192,7 +198,7 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
             extra=extra,
             retention=retention_of(request),
         )
-        self._lookups.look_up(prompt, self._namespaces, self._clock())
+        self._lookups.look_up(prompt, self._clock())
         self._ahead.wait(prompt, until_s)
         return prompt
 
