@@ -62,6 +62,19 @@ def test_a_prefix_hits_only_at_a_length_that_has_a_state() -> None:
         assert last.num_cached_tokens == num_cached, request_id
 
 
+def test_a_state_within_a_block_is_not_taken_for_that_at_its_end() -> None:
+    """Steps of three tokens end within blocks whose tokens are known."""
+    world = World(windows=HYBRID, budget=3)
+    world.add("a", PROMPT)
+    request, pool = world.scheduler.requests["a"], world.scheduler.kv_cache.block_pool
+    found = []
+    for _ in range(4):
+        world.step()
+        of_states = [pool.get_cached_block(key, 1) is not None for key in request.block_hashes[:2]]
+        found.append((request.num_computed_tokens, of_states))
+    assert found == [(3, [False] * 2), (4, [True, False]), (7, [True, False]), (8, [True, True])]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_load_of_all_tokens_is_not_computed_on(is_async: bool) -> None:
     """The state after N tokens cannot compute token N again: the prompt is computed here."""

@@ -14,8 +14,8 @@ from lab.sim.kernel.runs import MODES
 
 NUM_WORLDS = 100  # Worlds of each mode.
 RARE = {
-    "pull": (155, 176),
-    "push": (155, 169, 174, 245),
+    "pull": (155, 189, 226),
+    "push": (144, 155, 226, 245, 570),
 }  # More worlds, with events of HAPPENS that the others lack.
 TRIES = 60
 
@@ -31,7 +31,7 @@ SEEDS = {
     ("pull", "deadline"): 35,
     ("pull", "drain_reads"): 1,
     ("pull", "drift"): 18,
-    ("pull", "fence"): 84,
+    ("pull", "fence"): 36,
     ("pull", "from_send"): 18,
     ("pull", "head_slices"): 1,
     ("pull", "last_members"): 4,
@@ -47,7 +47,6 @@ SEEDS = {
     ("pull", "resumes_short"): 8,
     ("pull", "silent_router"): 13,
     ("pull", "state_lent"): 9,
-    ("pull", "state_boundary"): 899,
     ("pull", "state_slices"): 12,
     ("pull", "state_twice"): 3,
     ("pull", "store_failed"): 8,
@@ -58,7 +57,7 @@ SEEDS = {
     ("pull", "tells_all"): 1,
     ("pull", "ticket_hash"): 8,
     ("pull", "ticket_windows"): 27,
-    ("pull", "weights_answer"): 14,
+    ("pull", "weights_answer"): 181,
     ("pull", "weights_cache"): 9,
     ("pull", "weights_chunk"): 4,
     ("pull", "weights_computed"): 9,
@@ -68,7 +67,7 @@ SEEDS = {
     ("pull", "window_drop"): 5,
     ("pull", "window_length"): 5,
     ("push", "bound_answers"): 4,
-    ("push", "bound_ops"): 93,
+    ("push", "bound_ops"): 188,
     ("push", "checksum"): 21,
     ("push", "clear_first"): 53,
     ("push", "computed_first"): 92,

@@ -251,19 +251,6 @@ def _count_last_twice(engine: Engine) -> None:
     )
 
 
-def _cache_within_block(engine: Engine) -> None:
-    """The prefix cache takes the state within a block for that at its end."""
-    kv_cache = engine.scheduler.kv_cache
-    size = kv_cache.block_size
-
-    def cache_state(request: Any, table: Any, group: int) -> None:
-        last = -(-request.num_computed_tokens // size)
-        if 0 < last <= min(len(table.blocks), len(request.block_hashes)):
-            engine.pool.cache_full_blocks(request, table.blocks, last - 1, last, group)
-
-    kv_cache._cache_state = cache_state  # type: ignore[method-assign]
-
-
 def _compute_on(engine: Engine) -> None:
     """P computes one more token into a state that it has lent."""
     half = engine.half
@@ -447,7 +434,6 @@ SHARED: dict[str, Parts] = {
 PULL: dict[str, Parts] = {
     **SHARED,
     # Parts that know no mode
-    "state_boundary": Parts(tamper=_cache_within_block),
     "weights_cache": Parts(tamper=_keep_prefixes),
     "weights_computed": Parts(tamper=_keep_computed),
     "weights_chunk": Parts(offload_half=halves.NamesNoWeights),
@@ -507,7 +493,6 @@ SMALL = {
 FAULTS: dict[str, Mapping[str, Any]] = {
     "fence": {"pauses": 0.7, "suspends": 0.05, "crashes": 0.0, "read_mean_s": 0.3},
     "bound_ops": {**BARE, "read_mean_s": 0.3, "last_words": 0.3, "crashes": 0.0},
-    "state_boundary": {"caches": 1.0, "offloads": 0.0},
     "request_mac": {"read_lies": 0.15},
     "bound_answers": {"read_lies": 0.15},
     "counters": {"read_lies": 0.15},
