@@ -79,7 +79,7 @@ def expected(states: Site) -> dict[Prompt, list[int]]:
 def test_a_single_vllm_equals_transformers(states: Site, expected: dict[Prompt, list[int]]) -> None:
     """Token by token; the first that differs must be a tie.
 
-    `tests/engine_core/test_states_llm.py` compares the embedded engine with a later release of transformers.
+    `tests/engine_models/test_decoder.py` compares the embedded engine with a later release of transformers.
     """
     reference = AutoModelForCausalLM.from_pretrained(states.model, dtype=torch.float32)
     if (
