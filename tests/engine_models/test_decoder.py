@@ -11,6 +11,7 @@ import torch
 from baton.checkpoints.checkpoint import load_model_config
 from baton.contract import NullConnectorMetadata, NullWorkerHalf
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from baton.engine.models.state_mixer import CHUNK
 from tests.engine_models.paged import (
     BLOCK_SIZE,
     SHUFFLED_BLOCKS,
@@ -45,52 +46,52 @@ ALL_FAMILIES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_logits_and_64_greedy_tokens_are_those_of_transformers(
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, "qwen3_moe, shares not normalised"])
+def test_logits_and_greedy_tokens_are_those_of_transformers(
     family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
 ) -> None:
+    """A long prompt with 64 tokens, and prompts around the ends of blocks, in two batches."""
     model, prompt = paged_model_of(family), prompt_of(1, 100)
     reference = load_reference(checkpoint_of(family))
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
     # Sums have another order: 1.05e-4 of scores up to 10 in Qwen3-Next.
     torch.testing.assert_close(model.step([(prompt, 0, SHUFFLED_BLOCKS)]), expected, atol=2e-4, rtol=0)
-    with torch.inference_mode():
-        answer = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    assert model.greedy(prompt, 64, SHUFFLED_BLOCKS) == answer[0, len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", *LATENT, *STATES]
-)
-def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
-    family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
-) -> None:
-    model, reference = paged_model_of(family), load_reference(checkpoint_of(family))
     lengths = [1, 2, *(k * BLOCK_SIZE + more for k in (1, 2, 3) for more in (-1, 0, 1))]
     prompts = [prompt_of(length, length) for length in lengths]
-    answers = []
-    for some in (prompts[:5], prompts[5:10], prompts[10:]):
-        tables = [SHUFFLED_BLOCKS[12 * index : 12 * index + 12] for index in range(len(some))]
-        answers += model.greedy_of_each(some, 64, tables)
-    assert_greedy(reference, prompts, answers)
+    answers = [model.greedy(prompt, 64, SHUFFLED_BLOCKS)]
+    for some in (prompts[:6], prompts[6:]):
+        tables = [SHUFFLED_BLOCKS[10 * index : 10 * index + 10] for index in range(len(some))]
+        answers += model.greedy_of_each(some, 3 * BLOCK_SIZE, tables)
+    assert_greedy(reference, [prompt, *prompts], answers)
+    # Otherwise tests of transfers could not detect answers to wrong prompts. Special tokens would end them.
+    assert len(set(answers[0])) > 32
+    assert len({tuple(answer[:8]) for answer in answers}) == len(answers)
+    assert not any(token < 3 for answer in answers for token in answer)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.parametrize("chunks", [(1,) * 5 + (55,), (8, 8, 44), (59, 1), (3, 50, 7)])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (1,) * 8 + (142,),
+        (BLOCK_SIZE, BLOCK_SIZE, 134),
+        (149, 1),
+        (3, 50, 97),
+        (CHUNK - 1, CHUNK - 1, 24),
+        (CHUNK + 1, 1, CHUNK + 1, 1, 18),
+    ],
+)
 def test_chunks_of_a_prompt_give_the_logits_of_the_whole(
     family: str, chunks: tuple[int, ...], paged_model_of: PagedModelOf
 ) -> None:
-    model, prompt = paged_model_of(family), prompt_of(2, 60)
+    model, prompt = paged_model_of(family), prompt_of(2, 150)
     whole = model.step([(prompt, 0, SHUFFLED_BLOCKS)])
     parts, computed = [], 0
     for chunk in chunks:
         parts.append(model.step([(prompt[computed : computed + chunk], computed, SHUFFLED_BLOCKS)]))
         computed += chunk
-    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -108,15 +109,6 @@ def test_other_requests_of_a_batch_do_not_matter(family: str, paged_model_of: Pa
     together = model.step([(p[d:], d, table) for p, d, table in zip(prompts, done, tables, strict=True)])
     expected = torch.cat([logits[d:] for logits, d in zip(alone, done, strict=True)])
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_greedy_answers_vary_and_differ_between_prompts(family: str, paged_model_of: PagedModelOf) -> None:
-    model = paged_model_of(family)
-    answers = [model.greedy(prompt_of(seed, 20), 64, SHUFFLED_BLOCKS) for seed in range(3)]
-    assert all(len(set(answer)) > 32 for answer in answers)
-    assert not any(token < 3 for answer in answers for token in answer)  # No special token ends it early.
-    assert len({tuple(answer[:8]) for answer in answers}) == 3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])

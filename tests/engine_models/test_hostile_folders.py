@@ -252,7 +252,7 @@ COMPLETE = {
 }
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     family=st.sampled_from(FAMILY_NAMES),
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),

@@ -24,7 +24,6 @@ from tests.engine_models.paged import (
     CheckpointOf,
     PagedModel,
     PagedModelOf,
-    assert_greedy,
     load_reference,
     prompt_of,
 )
@@ -51,25 +50,6 @@ def changed_blocks(before: list[torch.Tensor], after: list[torch.Tensor]) -> set
         for one, other in zip(before, after, strict=True)
         for block in (one != other).any(-1).nonzero().flatten().tolist()
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", STATE_FAMILIES)
-@pytest.mark.parametrize("sizes", [(1,), (5, 1, 3), (BLOCK_SIZE,), (CHUNK - 1,), (CHUNK + 1, 1)])
-def test_prompts_in_steps_of_any_size_get_the_tokens_of_transformers(
-    family: str, sizes: tuple[int, ...], paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
-) -> None:
-    model, reference, prompt = (
-        paged_model_of(family),
-        load_reference(checkpoint_of(family)),
-        prompt_of(5, 150),
-    )
-    computed = step = 0
-    while computed < len(prompt) - 1:
-        size = min(sizes[step % len(sizes)], len(prompt) - 1 - computed)
-        model.step([(prompt[computed : computed + size], computed, SHUFFLED_BLOCKS)])
-        computed, step = computed + size, step + 1
-    assert_greedy(reference, [prompt], [decode(model, prompt, SHUFFLED_BLOCKS, 64)])
 
 
 @pytest.mark.parametrize("family", STATE_FAMILIES)
@@ -161,38 +141,26 @@ def test_a_layer_waits_for_its_state_and_shows_the_new_one(family: str, paged_mo
 Tensors = dict[str, torch.Tensor]
 
 
-def with_projection_biases(tensors: Tensors) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("in_proj.weight", "out_proj.weight"))]:
-        tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name]), generator=generator).mul_(
-            0.3
-        )
+def with_biases_of(*names: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name in [name for name in tensors if name.endswith(tuple(f"{part}.weight" for part in names))]:
+            bias = torch.randn(len(tensors[name]), generator=generator).mul_(0.3)
+            tensors[name.replace("weight", "bias")] = bias
+
+    return change
 
 
-def without_conv_biases(tensors: Tensors) -> None:
-    for name in [name for name in tensors if name.endswith("conv1d.bias")]:
-        del tensors[name]
+def without(part: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return change
 
 
-def without_experts(tensors: Tensors) -> None:
-    for name in [name for name in tensors if "block_sparse_moe" in name]:
-        del tensors[name]
-
-
-def with_attention_biases(tensors: Tensors) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if ".self_attn." in name and name.endswith("_proj.weight")]:
-        tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name]), generator=generator).mul_(
-            0.3
-        )
-
-
-def with_mlp_biases(tensors: Tensors) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("up_proj.weight", "down_proj.weight"))]:
-        tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name]), generator=generator).mul_(
-            0.3
-        )
+OF_PROJECTIONS = with_biases_of("in_proj", "out_proj")
+OF_ATTENTION = with_biases_of(*(f"self_attn.{part}_proj" for part in "qkvo"))
 
 
 def with_drafts(tensors: Tensors) -> None:
@@ -207,21 +175,21 @@ def with_nothing_else(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "change"),
     [
-        ("mamba2", {"use_bias": True}, with_projection_biases),
-        ("mamba2", {"use_conv_bias": False}, without_conv_biases),
+        ("mamba2", {"use_bias": True}, OF_PROJECTIONS),
+        ("mamba2", {"use_conv_bias": False}, without("conv1d.bias")),
         ("mamba2", {"time_step_limit": [0.4, 0.6]}, with_nothing_else),
-        ("granite_hybrid", {"mamba_proj_bias": True}, with_projection_biases),
-        ("granite_hybrid", {"mamba_conv_bias": False}, without_conv_biases),
+        ("granite_hybrid", {"mamba_proj_bias": True}, OF_PROJECTIONS),
+        ("granite_hybrid", {"mamba_conv_bias": False}, without("conv1d.bias")),
         ("granite_hybrid", {"position_embedding_type": "rope", "rope_theta": 500.0}, with_nothing_else),
-        ("granite_hybrid", {"num_local_experts": 0}, without_experts),
+        ("granite_hybrid", {"num_local_experts": 0}, without("block_sparse_moe")),
         ("granite_hybrid", {"time_step_limit": [0.4, 0.6]}, with_nothing_else),
-        ("qwen3_next", {"attention_bias": True}, with_attention_biases),
+        ("qwen3_next", {"attention_bias": True}, OF_ATTENTION),
         ("qwen3_next", {"partial_rotary_factor": 0.5}, with_nothing_else),
         ("qwen3_next", {"partial_rotary_factor": 1.0, "norm_topk_prob": False}, with_nothing_else),
         ("qwen3_next", {"rope_theta": 500.0}, with_drafts),
-        ("qwen3_5", {"attention_bias": True}, with_attention_biases),
-        ("nemotron_h", {"use_bias": True}, with_projection_biases),
-        ("nemotron_h", {"mlp_bias": True}, with_mlp_biases),
+        ("qwen3_5", {"attention_bias": True}, OF_ATTENTION),
+        ("nemotron_h", {"use_bias": True}, OF_PROJECTIONS),
+        ("nemotron_h", {"mlp_bias": True}, with_biases_of("up_proj", "down_proj")),
     ],
 )
 def test_variants_of_the_configuration_give_the_logits_of_transformers(

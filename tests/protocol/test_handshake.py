@@ -204,7 +204,6 @@ def test_a_peer_is_greeted_once() -> None:
     assert peers.receive(P, welcome, 0.2) == [PeerReady(P, welcome, (card(),))]
     assert peers.receive(P, welcome, 0.3) == []
     assert peers.want(P, 0.4) == [PeerReady(P, welcome, (card(),))]
-    assert peers.is_ready(P)
 
 
 def test_a_lost_hello_is_repeated_a_few_times() -> None:
@@ -254,7 +253,6 @@ def test_two_silent_peers_are_greeted_and_given_up_together() -> None:
         assert peers.wake(peers.next_deadline) == [Send(address, make_hello(D, MODEL)) for address in both]
     reason = FailureReason(FailureCode.NO_ANSWER, f"no answer to {HELLOS_MAX} hellos")
     assert peers.wake(peers.next_deadline) == [PeerLost(address, reason) for address in both]
-    assert not any(peers.is_ready(address) for address in both)
 
 
 def test_changed_weights_part_each_peer_that_does_not_rest() -> None:
