@@ -42,18 +42,18 @@ def alone(make_config) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "scheduler_config",
+    ("scheduler_config", "prefix_caching"),
     [
-        SchedulerConfig(),
-        SchedulerConfig(max_num_batched_tokens=7),
-        SchedulerConfig(max_num_batched_tokens=1),
-        SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=5),
-        SchedulerConfig(max_num_batched_tokens=256, enable_chunked_prefill=False),
-        SchedulerConfig(max_num_seqs=3),
+        (SchedulerConfig(), True),
+        (SchedulerConfig(), False),
+        (SchedulerConfig(max_num_batched_tokens=7), True),
+        (SchedulerConfig(max_num_batched_tokens=7), False),
+        (SchedulerConfig(max_num_batched_tokens=1), True),
+        (SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=5), True),
+        (SchedulerConfig(max_num_batched_tokens=256, enable_chunked_prefill=False), True),
+        (SchedulerConfig(max_num_seqs=3), True),
     ],
-    ids=["batched", "chunks of 7", "one token a step", "long prompts in 5s", "no chunks", "3 at once"],
 )
-@pytest.mark.parametrize("prefix_caching", [True, False])
 def test_tokens_do_not_depend_on_how_prompts_are_batched(
     make_config, alone, scheduler_config: SchedulerConfig, prefix_caching: bool
 ) -> None:

@@ -136,11 +136,16 @@ def test_nothing_of_a_step_is_left_on_another_device(
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # About the compiler's own defaults.
 # Triton 3.7 makes this node without a field, of which Python 3.13 warns.
 @pytest.mark.filterwarnings("ignore:AnnAssign.__init__ missing:DeprecationWarning")
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("head_dim", "group_size", "rows", "has_sinks", "num_heads_apart"),
-    [(64, 7, 64, True, 1), (128, 4, 16, False, 8)],
+    ("capability", "dtype", "head_dim", "group_size", "rows", "has_sinks", "num_heads_apart"),
+    [
+        (80, "fp32", 64, 7, 64, True, 1),
+        (80, "bf16", 128, 4, 16, False, 8),
+        (80, "fp16", 64, 7, 64, True, 1),
+        (90, "fp32", 128, 4, 16, False, 8),
+        (90, "bf16", 64, 7, 64, True, 1),
+        (90, "fp16", 128, 4, 16, False, 8),
+    ],
 )
 def test_it_compiles_for_gpus_that_are_not_here(
     capability: int,

@@ -52,11 +52,15 @@ def finish(world: World) -> None:
 def test_each_request_alone_gets_its_whole_answer_or_is_refused(
     windows: tuple[int | None, ...], loads: str
 ) -> None:
-    """Every pool, prompt and answer around the pool's size; `num_tokens_max` is what one request can have."""
+    """Answers around the size of every pool; `num_tokens_max` is what one request can have.
+
+    Each pool has a third of the prompts. Three and the block size have no common divisor, so prompts have any
+    number of tokens in their last block.
+    """
     num_refused = num_answered = 0
     for num_blocks in range(2, 9):
         longest = new_world(num_blocks, windows, loads, budget=8).config.num_tokens_max
-        for num_prompt in range(1, CONTEXT):
+        for num_prompt in range(1 + num_blocks % 3, CONTEXT, 3):
             for max_tokens in {1, 2, BLOCK, longest - num_prompt, longest - num_prompt + 1}:
                 if max_tokens < 1:
                     continue
@@ -70,8 +74,8 @@ def test_each_request_alone_gets_its_whole_answer_or_is_refused(
                     finish(world)
                     world.check_answer("a")
                     num_answered += 1
-    assert num_answered > 50
-    assert num_refused > 50
+    assert num_answered > 16
+    assert num_refused > 16
 
 
 @settings(deadline=None, max_examples=150)

@@ -77,13 +77,13 @@ def router(engine: LiveServer) -> Iterator[LiveLoop]:
 def client(request: pytest.FixtureRequest, engine: LiveServer, router: LiveLoop) -> Iterator[httpx.Client]:
     with (engine if request.param == "engine" else router).client() as client:
         yield client
+        assert client.get("/health").status_code == 200
 
 
-def check(client: httpx.Client, answer: httpx.Response) -> None:
+def check(answer: httpx.Response) -> None:
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code != 200:
         assert answer.json()["error"]["message"], answer.text
-    assert client.get("/health").status_code == 200
 
 
 @settings(max_examples=60 * SCALE, suppress_health_check=SHARED, deadline=None)
@@ -93,7 +93,7 @@ def check(client: httpx.Client, answer: httpx.Response) -> None:
 )
 @example(path=PATHS[0], body={"prompt": "a", "stream": True, "n": 2})
 def test_any_json_is_answered_or_refused(client: httpx.Client, path: str, body: Any) -> None:
-    check(client, client.post(path, content=msgspec.json.encode(body), headers=JSON))
+    check(client.post(path, content=msgspec.json.encode(body), headers=JSON))
 
 
 @settings(max_examples=40 * SCALE, suppress_health_check=SHARED, deadline=None)
@@ -103,7 +103,7 @@ def test_any_json_is_answered_or_refused(client: httpx.Client, path: str, body: 
 @example(path=PATHS[0], body=b'{"prompt": "\\ud800"}')
 @example(path=PATHS[0], body=b"")
 def test_any_bytes_are_answered_or_refused(client: httpx.Client, path: str, body: bytes) -> None:
-    check(client, client.post(path, content=body, headers=JSON))
+    check(client.post(path, content=body, headers=JSON))
 
 
 @settings(max_examples=40 * SCALE, suppress_health_check=SHARED, deadline=None)
@@ -123,7 +123,6 @@ def test_any_header_is_answered_or_refused(client: httpx.Client, name: str, valu
         return  # One of the two sides does not accept it as HTTP.
     if answer.status_code != 415:
         assert answer.status_code in (200, 400), answer.text
-    assert client.get("/health").status_code == 200
 
 
 @settings(max_examples=150 * SCALE)
