@@ -19,6 +19,7 @@ from baton.engine.text.tokenizer import MAX_GROWTH, Tokenizer
 from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 from baton.server.tokens import PromptEncoder
+from tests.engine_models import test_architecture as of_models
 from tests.server.fakes import model_config
 
 
@@ -127,69 +128,16 @@ def test_a_macro_that_recurses_is_the_requests_fault(folder: Path) -> None:
         template.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
 
 
-KEYS = (
-    "num_hidden_layers",
-    "hidden_size",
+OTHER_KEYS = {
     "intermediate_size",
+    "max_window_layers",
     "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    "query_pre_attn_scalar",
     "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "sliding_window",
-    "layer_types",
-    "rms_norm_eps",
-    "num_local_experts",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "norm_topk_prob",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "n_routed_experts",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "topk_method",
-    "scoring_func",
-    "n_group",
-    "topk_group",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "mlp_layer_types",
     "routed_scaling_factor",
     "sliding_window_pattern",
-    "max_window_layers",
-    "use_sliding_window",
-    "query_pre_attn_scalar",
-    "num_heads",
-    "n_groups",
-    "expand",
-    "state_size",
-    "conv_kernel",
-    "time_step_limit",
-    "layers_block_type",
-    "mamba_n_heads",
-    "mamba_d_head",
-    "mamba_n_groups",
-    "mamba_d_state",
-    "mamba_expand",
-    "position_embedding_type",
-    "residual_multiplier",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_conv_kernel_dim",
-    "full_attention_interval",
-    "partial_rotary_factor",
-)
+}
+KEYS = sorted({name for fields, _ in of_models.REFUSED for name in fields} - {"architectures"} | OTHER_KEYS)
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -204,62 +152,39 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
-FAMILY_NAMES = (
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "Mamba2ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "Qwen3NextForCausalLM",
-)
-COMPLETE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "sliding_window": 8,
-    "max_window_layers": 1,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 4,
-    "rope_scaling": {"rope_type": "default"},
-    "num_heads": 4,
-    "n_groups": 2,
-    "shared_intermediate_size": 32,
-    "mamba_n_heads": 4,
-    "shared_expert_intermediate_size": 32,
-}
+FAMILIES: list[dict[str, Any]] = [
+    {},
+    of_models.GEMMA3,
+    of_models.MIXTRAL,
+    of_models.QWEN3_MOE,
+    of_models.GPT_OSS,
+    of_models.DEEPSEEK_V2,
+    of_models.DEEPSEEK_V3,
+    of_models.DEEPSEEK_V32,
+    of_models.MAMBA2,
+    of_models.GRANITE,
+    of_models.QWEN3_NEXT,
+    of_models.QWEN3_5_MOE,
+    of_models.NEMOTRON_H,
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 8,
+        "max_window_layers": 1,
+        "use_sliding_window": True,
+    },
+]
 
 
 @settings(max_examples=100)
 @given(
-    family=st.sampled_from(FAMILY_NAMES),
+    family=st.sampled_from(FAMILIES),
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
 )
-@example(family="Gemma3ForCausalLM", changes={"layer_types": [[], None]})
-def test_any_value_of_any_field_is_parsed_or_refused_by_name(family: str, changes: dict[str, Any]) -> None:
+@example(family=of_models.GEMMA3, changes={"layer_types": [[], None]})
+def test_any_value_of_any_field_is_parsed_or_refused_by_name(
+    family: dict[str, Any], changes: dict[str, Any]
+) -> None:
     try:
-        parse_architecture({"architectures": [family], **COMPLETE, **changes})
+        parse_architecture(of_models.with_fields(**{**family, **changes}))
     except UserError as error:
         assert error.field is not None  # noqa: PT017  Both ways out are right.

@@ -63,56 +63,6 @@ def mamba2_token(
 SIZES = st.sampled_from([1, 2, 3, 4])
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    groups=SIZES,
-    in_group=SIZES,
-    head_dim=st.sampled_from([1, 3, 8]),
-    state_size=st.sampled_from([1, 4, 16]),
-    length=st.sampled_from([1, 2, 7, CHUNK]),
-    speed=st.sampled_from([0.01, 1.0, 30.0]),
-    seed=st.integers(0, 1 << 30),
-)
-@example(groups=3, in_group=4, head_dim=8, state_size=16, length=CHUNK, speed=30.0, seed=7)
-def test_mamba2_chunks_and_steps_are_the_recurrence(
-    groups: int, in_group: int, head_dim: int, state_size: int, length: int, speed: float, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    mixer = mamba2_mixer(groups, in_group, head_dim, state_size)
-    check_recurrence(mixer, mamba2_token, (groups * in_group, head_dim, state_size), length, speed)
-
-
-def check_recurrence(
-    mixer: StateMixer,
-    token_of: Callable[..., torch.Tensor],
-    shape: tuple[int, int, int],
-    length: int,
-    speed: float,
-) -> None:
-    """Compare chunk and steps of `mixer`, whose matrices have `shape`, with its twin `token_of`."""
-    heads = shape[0]
-    convolved = torch.randn(length, sum(mixer.channels))
-    decay, rate = -speed * torch.rand(length, heads), torch.rand(length, heads)
-    start = torch.randn(shape)
-
-    exact = start.double()
-    expected = torch.stack(
-        [
-            token_of(mixer, *token, exact)
-            for token in zip(convolved.double(), decay.double(), rate.double(), strict=True)
-        ]
-    ).float()
-    chunked = start.clone()
-    torch.testing.assert_close(mixer._scan(convolved, decay, rate, chunked), expected, **CLOSE)
-    torch.testing.assert_close(chunked, exact.float(), **CLOSE)
-    # The same tokens one by one, each in a batch with another request.
-    stepped = torch.stack((start, torch.randn_like(start)))
-    for token in range(length):
-        both = [torch.stack((part[token], part[length - 1 - token])) for part in (convolved, decay, rate)]
-        torch.testing.assert_close(mixer._step(*both, stepped)[0], expected[token], **CLOSE)
-    torch.testing.assert_close(stepped[0], exact.float(), **CLOSE)
-
-
 def gated_delta_mixer(groups: int, in_group: int, key_dim: int, value_dim: int) -> GatedDeltaMixer:
     a = parse_architecture(
         {
@@ -158,22 +108,54 @@ def gated_delta_token(
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize(
+    ("mixer_of", "token_of"), [(mamba2_mixer, mamba2_token), (gated_delta_mixer, gated_delta_token)]
+)
 @settings(max_examples=40, deadline=None)
 @given(
     groups=SIZES,
     in_group=SIZES,
-    key_dim=st.sampled_from([1, 3, 8]),
-    value_dim=st.sampled_from([1, 4, 16]),
+    inner=st.sampled_from([1, 3, 8]),
+    outer=st.sampled_from([1, 4, 16]),
     length=st.sampled_from([1, 2, 7, CHUNK]),
     speed=st.sampled_from([0.01, 1.0, 30.0]),
     seed=st.integers(0, 1 << 30),
 )
-def test_gated_delta_chunks_and_steps_are_the_recurrence(
-    groups: int, in_group: int, key_dim: int, value_dim: int, length: int, speed: float, seed: int
+@example(groups=3, in_group=4, inner=8, outer=16, length=CHUNK, speed=30.0, seed=7)
+def test_chunks_and_steps_are_the_recurrence(
+    mixer_of: Callable[[int, int, int, int], StateMixer],
+    token_of: Callable[..., torch.Tensor],
+    groups: int,
+    in_group: int,
+    inner: int,
+    outer: int,
+    length: int,
+    speed: float,
+    seed: int,
 ) -> None:
+    """`inner`, `outer`: the shape of the matrix of each head."""
     torch.manual_seed(seed)
-    mixer = gated_delta_mixer(groups, in_group, key_dim, value_dim)
-    check_recurrence(mixer, gated_delta_token, (groups * in_group, key_dim, value_dim), length, speed)
+    mixer, heads = mixer_of(groups, in_group, inner, outer), groups * in_group
+    convolved = torch.randn(length, sum(mixer.channels))
+    decay, rate = -speed * torch.rand(length, heads), torch.rand(length, heads)
+    start = torch.randn(heads, inner, outer)
+
+    exact = start.double()
+    expected = torch.stack(
+        [
+            token_of(mixer, *token, exact)
+            for token in zip(convolved.double(), decay.double(), rate.double(), strict=True)
+        ]
+    ).float()
+    chunked = start.clone()
+    torch.testing.assert_close(mixer._scan(convolved, decay, rate, chunked), expected, **CLOSE)
+    torch.testing.assert_close(chunked, exact.float(), **CLOSE)
+    # The same tokens one by one, each in a batch with another request.
+    stepped = torch.stack((start, torch.randn_like(start)))
+    for token in range(length):
+        both = [torch.stack((part[token], part[length - 1 - token])) for part in (convolved, decay, rate)]
+        torch.testing.assert_close(mixer._step(*both, stepped)[0], expected[token], **CLOSE)
+    torch.testing.assert_close(stepped[0], exact.float(), **CLOSE)
 
 
 @pytest.mark.parametrize("kernel", [2, 4])

@@ -56,15 +56,6 @@ def test_a_ticket_holds_no_duration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("signed_with", "opened_with"), [(KEY, OTHER_KEY), (KEY, None), (None, KEY), (OTHER_KEY, KEY)]
-)
-def test_another_secret_or_none_is_a_wrong_signature(
-    signed_with: bytes | None, opened_with: bytes | None
-) -> None:
-    assert fault_of(sign_ticket(ticket(), signed_with), opened_with) is Fault.SIGNATURE
-
-
-@pytest.mark.parametrize(
     ("signed_with", "opened_with", "error"),
     [
         (
@@ -86,6 +77,7 @@ def test_a_wrong_signature_tells_the_operator_what_to_set(
 ) -> None:
     with pytest.raises(BadTicket) as caught:
         open_ticket(sign_ticket(ticket(), signed_with), opened_with)
+    assert caught.value.reason is Fault.SIGNATURE
     assert str(caught.value).endswith(error)
 
 
