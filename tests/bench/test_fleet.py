@@ -39,8 +39,8 @@ def test_every_request_gets_its_tokens(requests: list[Request], name: str) -> No
     run = RUNS[name]
     producers = ["p0", "p1"] if run.is_split else []
     world = World(producers, ["d0", "d1"], run.policy(), knows_all=run.knows_all, lag_s=run.lag_s)
-    outcome = world.run(requests, 1.0)
-    assert len(outcome.ttft_s) == len(outcome.token_s) == NUM_REQUESTS
+    outcome = world.run(requests[:40], 1.0)
+    assert len(outcome.ttft_s) == len(outcome.token_s) == 40
     assert min(outcome.ttft_s) > 0
     assert all(seen.in_flight == seen.num_queued_tokens == 0 for seen in world.seen.values())
 

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities, allowed tokens and bad words, compared with the logits of transformers."""
+"""Prompt log-probabilities, allowed tokens and bad words, compared with the model's logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ from baton.engine.api import PromptLogprobs, SamplingParams
 from baton.engine.llm import LLM
 from baton.engine.request import Request
 from baton.engine.scheduling.queues import RequestQueues
+from tests.engine_models.paged import SHUFFLED_BLOCKS, PagedModel
 
 NUM_TOP = 3
 ASKS = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=NUM_TOP, ignore_eos=True)
@@ -24,21 +25,10 @@ Logprobs = list[torch.Tensor]  # One tensor [P, V] for each prompt.
 
 
 @pytest.fixture(scope="module")
-def reference(model: ModelConfig) -> Any:
-    """The same checkpoint in transformers: token ids to logits [P, V]."""
-    transformers = pytest.importorskip("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        model.model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    transformers.utils.logging.enable_progress_bar()
-
-    @torch.inference_mode()
-    def logits_of(token_ids: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = loaded(torch.tensor([token_ids])).logits[0]
-        return logits
-
-    return logits_of
+def reference(model: ModelConfig) -> Callable[[list[int]], torch.Tensor]:
+    """The model alone, which test_decoder.py compares with transformers: token ids to logits [P, V]."""
+    alone = PagedModel(model)
+    return lambda token_ids: alone.step([(token_ids, 0, SHUFFLED_BLOCKS)])
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +64,7 @@ def check(prompt: list[int], raw: PromptLogprobs | None, expected: torch.Tensor)
     ],
     ids=["whole", "chunks of 7", "one token a step", "no chunks", "preempted"],
 )
-def test_prompt_logprobs_are_those_of_transformers_for_any_chunks(
+def test_prompt_logprobs_are_those_of_the_model_for_any_chunks(
     make_config: Callable[..., EngineConfig],
     expected: Logprobs,
     scheduler_config: SchedulerConfig,
@@ -150,7 +140,7 @@ def greedy_by_definition(
     return output
 
 
-def test_bans_choose_the_tokens_that_transformers_logits_leave(
+def test_bans_choose_the_tokens_that_the_logits_leave(
     make_config: Callable[..., EngineConfig], reference: Callable[[list[int]], torch.Tensor]
 ) -> None:
     with LLM(make_config()) as llm:

@@ -143,8 +143,8 @@ def test_a_write_in_place_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.processes
 def test_writers_that_are_killed_inside_a_write_leave_whole_values_only(tmp_path: Path) -> None:
-    killed = kill_writers(tmp_path, num_kills=25, seed=1)
+    killed = kill_writers(tmp_path, num_kills=12, seed=1)
     assert killed.problems == []
-    assert len(killed.offsets) == 25, "each was killed inside a write"
+    assert len(killed.offsets) == 12, "each was killed inside a write"
     assert killed.num_found > 0
-    assert len({offset // 4096 for offset in killed.offsets}) > 10, "at many places"
+    assert len({offset // 4096 for offset in killed.offsets}) > 6, "at many places"

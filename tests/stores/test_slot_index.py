@@ -130,7 +130,7 @@ class Story(RuleBasedStateMachine):
 @pytest.mark.parametrize("eviction", ["lru", "arc", "learned"])
 def test_no_story_loses_a_slot_or_finds_what_was_not_stored(eviction: Eviction) -> None:
     kind = type(f"Story_{eviction}", (Story,), {"eviction": eviction})
-    run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(kind, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "learned"])

@@ -55,7 +55,7 @@ def test_a_large_tier_is_estimated_from_a_sample(name: Eviction) -> None:
     shared = rng.getrandbits(60)
     names = [[shared, *(rng.getrandbits(60) for _ in range(19))] for _ in range(1000)]
     asked = estimated = found = found_by_one = 0
-    for _ in range(3000):
+    for _ in range(1500):
         keys = names[int(1000 * rng.random() ** 2)]
         asked += len(keys)
         estimated += both.num_found_by_twice(keys)
