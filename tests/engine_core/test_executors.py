@@ -17,7 +17,7 @@ import pytest
 from executor_fakes import FACTORY, Order, Pid, Seen
 
 from baton.contract import KVConnectorOutput
-from baton.core.config import KVTransferConfig, ParallelConfig
+from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.engine_core import EngineCore
@@ -409,49 +409,54 @@ def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> N
     assert not ray.is_initialized()
 
 
+def started_with(config: EngineConfig, program: str) -> subprocess.Popen[str]:
+    """A process that runs `program` on the pickled `config`, which it reads from its standard input."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import pickle, sys\nconfig = pickle.load(sys.stdin.buffer)\n{program}"],
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    pickle.dump(config, process.stdin.buffer)
+    process.stdin.close()
+    return process
+
+
 @without_ray
-def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make_config, tmp_path) -> None:
-    config = tmp_path / "config"
-    config.write_bytes(pickle.dumps(make_config(parallel_config=parallel("ray"))))
+def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make_config) -> None:
     program = (
-        "import pickle, sys, ray\n"
+        "import ray\n"
         "from baton.core.errors import ConfigError\n"
         "from baton.engine.executor.start import start_executor\n"
         "try:\n"
-        "    start_executor(pickle.load(open(sys.argv[1], 'rb')), None)\n"
+        "    start_executor(config, None)\n"
         "except ConfigError as error:\n"
         "    print(error)\n"
         "assert not ray.is_initialized()\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(config)],
-        env=environment, capture_output=True, text=True, timeout=ENDED_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "call ray.init" in done.stdout
+    with started_with(make_config(parallel_config=parallel("ray")), program) as process:
+        assert process.stdout is not None
+        assert "call ray.init" in process.stdout.read()
+        assert process.wait(timeout=ENDED_S) == 0
 
 
 @without_ray
-def test_the_end_of_rays_own_control_process_is_noticed(make_config, tmp_path) -> None:
+def test_the_end_of_rays_own_control_process_is_noticed(make_config) -> None:
     """Steps hang without that process, by Ray's default for a minute. Ray ends the waiting process."""
-    config = tmp_path / "config"
-    config.write_bytes(pickle.dumps(make_config(parallel_config=ParallelConfig(executor="ray"))))
     program = (
-        "import pickle, psutil, sys\n"
+        "import psutil\n"
         "from baton.engine.executor.start import start_executor\n"
         "from baton.engine.step import SchedulerOutput\n"
-        "executor = start_executor(pickle.load(open(sys.argv[1], 'rb')), None)\n"
+        "executor = start_executor(config, None)\n"
         "[gcs] = [p for p in psutil.Process().children(recursive=True) if p.name() == 'gcs_server']\n"
         "gcs.kill()\n"
         "print('killed', flush=True)\n"
         "while True:\n"
         "    executor.execute(SchedulerOutput())\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(config)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with started_with(make_config(parallel_config=ParallelConfig(executor="ray")), program) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "killed\n"

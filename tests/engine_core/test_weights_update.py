@@ -107,6 +107,7 @@ class Run(Stepped):
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm.core)
+        self.llm = llm
 
     def ask(self, *prompts: list[int]) -> list[Completion]:
         return [self.add(f"run-{len(self.completions)}", prompt, GREEDY) for prompt in prompts]
@@ -172,63 +173,58 @@ def test_all_that_is_derived_from_weights_is_derived_again(tmp_path: Path, famil
         assert tokens(llm) == wanted
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.fixture(params=PARALLEL)
+def run(request: pytest.FixtureRequest, folders: Folders) -> Iterator[Run]:
+    with LLM(config_of(folders["one"], parallel_config=request.param)) as llm:
+        yield Run(llm)
+
+
 def test_wait_ends_requests_with_the_old_weights_and_begins_later_ones_with_the_new(
-    folders: Folders, alone: Answers, parallel: ParallelConfig
+    run: Run, folders: Folders, alone: Answers
 ) -> None:
-    with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
-        run = Run(llm)
-        before = run.ask(*PROMPTS)
-        run.step_until(lambda: bool(before[0].token_ids))
-        run.update(folders["two"], mode="wait")
-        meanwhile = run.ask(*PROMPTS)
-        (dropped,) = run.ask(PROMPTS[0])
-        run.core.abort(dropped.request_id)
-        run.end_update()
-        assert [c.token_ids for c in before] == alone["one"]
-        run.end()
-        assert [c.token_ids for c in meanwhile] == alone["two"]
-        assert (dropped.finish_reason, dropped.token_ids) == ("abort", [])
+    before = run.ask(*PROMPTS)
+    run.step_until(lambda: bool(before[0].token_ids))
+    run.update(folders["two"], mode="wait")
+    meanwhile = run.ask(*PROMPTS)
+    (dropped,) = run.ask(PROMPTS[0])
+    run.core.abort(dropped.request_id)
+    run.end_update()
+    assert [c.token_ids for c in before] == alone["one"]
+    run.end()
+    assert [c.token_ids for c in meanwhile] == alone["two"]
+    assert (dropped.finish_reason, dropped.token_ids) == ("abort", [])
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-def test_abort_ends_requests_with_what_they_have(
-    folders: Folders, alone: Answers, parallel: ParallelConfig
-) -> None:
-    with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
-        run = Run(llm)
-        before = run.ask(*PROMPTS)
-        run.step_until(lambda: len(before[0].token_ids) == 3)
-        run.update(folders["two"], mode="abort")
-        run.end_update()
-        run.end()
-        assert {c.finish_reason for c in before} == {"abort"}
-        for completion, wanted in zip(before, alone["one"], strict=True):
-            assert completion.token_ids == wanted[: len(completion.token_ids)]
-        assert tokens(llm) == alone["two"]
+def test_abort_ends_requests_with_what_they_have(run: Run, folders: Folders, alone: Answers) -> None:
+    before = run.ask(*PROMPTS)
+    run.step_until(lambda: len(before[0].token_ids) == 3)
+    run.update(folders["two"], mode="abort")
+    run.end_update()
+    run.end()
+    assert {c.finish_reason for c in before} == {"abort"}
+    for completion, wanted in zip(before, alone["one"], strict=True):
+        assert completion.token_ids == wanted[: len(completion.token_ids)]
+    assert tokens(run.llm) == alone["two"]
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
 def test_keep_goes_on_as_the_new_weights_continue_the_tokens_so_far(
-    folders: Folders, alone: Answers, fresh: Any, parallel: ParallelConfig
+    run: Run, folders: Folders, alone: Answers, fresh: Any
 ) -> None:
-    with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
-        run = Run(llm)
-        kept = run.ask(*PROMPTS)
-        run.step_until(lambda: len(kept[0].token_ids) == 3)
-        run.update(folders["two"], mode="keep")
-        run.step_until(lambda: run.core.config.model_config.model == str(folders["two"]))
-        so_far = [list(c.token_ids) for c in kept]
-        run.end_update()
-        run.end()
-        for completion, old, wanted in zip(kept, so_far, alone["one"], strict=True):
-            num_old = len(completion.token_ids) and next(
-                n for n in range(len(old), -1, -1) if completion.token_ids[:n] == wanted[:n]
-            )
-            assert 0 < num_old < NUM_TOKENS
-            rest = fresh["two"](completion.prompt_token_ids + wanted[:num_old], NUM_TOKENS - num_old)
-            assert completion.token_ids == wanted[:num_old] + rest
-        assert tokens(llm) == alone["two"]  # Also with what the kept requests have left in the cache.
+    kept = run.ask(*PROMPTS)
+    run.step_until(lambda: len(kept[0].token_ids) == 3)
+    run.update(folders["two"], mode="keep")
+    run.step_until(lambda: run.core.config.model_config.model == str(folders["two"]))
+    so_far = [list(c.token_ids) for c in kept]
+    run.end_update()
+    run.end()
+    for completion, old, wanted in zip(kept, so_far, alone["one"], strict=True):
+        num_old = len(completion.token_ids) and next(
+            n for n in range(len(old), -1, -1) if completion.token_ids[:n] == wanted[:n]
+        )
+        assert 0 < num_old < NUM_TOKENS
+        rest = fresh["two"](completion.prompt_token_ids + wanted[:num_old], NUM_TOKENS - num_old)
+        assert completion.token_ids == wanted[:num_old] + rest
+    assert tokens(run.llm) == alone["two"]  # Also with what the kept requests have left in the cache.
 
 
 def test_the_connector_gets_digest_and_name(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
