@@ -1,6 +1,7 @@
 """Model folders: reading, refusal of faulty ones, and properties of written ones."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,14 @@ TINY: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("written"), **TINY)
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "model", **TINY)
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "model"))
 
 
 def edit(path: Path, **fields: Any) -> None:
