@@ -10,12 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from executor_fakes import FACTORY, Order, Pid, Seen
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.contract import KVConnectorOutput
 from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError
@@ -372,6 +376,20 @@ def test_two_ranks_with_steps_in_flight_give_one_engines_tokens(
         f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))
     }
     assert most >= num_batches - 1, "the test had too few steps in flight"
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_two_ranks_change_weights_together(
+    make_config, one_ray, reference: list[list[int]], kind: str, tmp_path: Path
+) -> None:
+    other = write_checkpoint(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512, seed=1)
+    with LLM(make_config(parallel_config=parallel(kind))) as llm:
+        llm.update_weights(other, mode="keep")
+        changed = [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+    model = msgspec.structs.replace(load_model_config(other), max_model_len=256)
+    with LLM(msgspec.structs.replace(make_config(), model_config=model)) as llm:
+        assert changed == [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+    assert changed != reference
 
 
 def test_one_process_cannot_have_steps_in_flight() -> None:

@@ -1,7 +1,6 @@
 """Updates of the weights while the engine runs: tokens are those of the version that computed them."""
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import signal
@@ -371,23 +370,6 @@ def test_arguments_are_checked(llm: LLM, folders: Folders, arguments: dict[str, 
 
 
 # --- Ranks ----------------------------------------------------------------------------------------
-
-
-without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("executor", ["multiprocess", pytest.param("ray", marks=without_ray)])
-def test_two_ranks_change_together(folders: Folders, alone: Answers, executor: Any) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=2, executor=executor)
-    with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
-        run = Run(llm)
-        run.ask(*PROMPTS)
-        run.step()
-        run.updated(folders["two"], mode="keep")
-        run.end()
-        assert tokens(llm) == alone["two"]
 
 
 @pytest.mark.slow
