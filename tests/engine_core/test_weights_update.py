@@ -165,11 +165,11 @@ def test_all_that_is_derived_from_weights_is_derived_again(tmp_path: Path, famil
     fields: dict[str, Any] = {**SMALL, **FAMILIES[family]}
     folders = [write_checkpoint(tmp_path / str(seed), seed=seed, **fields) for seed in (1, 2)]
     with LLM(config_of(folders[1], cache_config=CacheConfig(num_gpu_blocks=128, block_size=16))) as llm:
-        wanted = tokens(llm)
+        wanted = tokens(llm, PROMPTS[:2])
     with LLM(config_of(folders[0], cache_config=CacheConfig(num_gpu_blocks=128, block_size=16))) as llm:
-        assert tokens(llm) != wanted
+        assert tokens(llm, PROMPTS[:2]) != wanted
         llm.update_weights(folders[1])
-        assert tokens(llm) == wanted
+        assert tokens(llm, PROMPTS[:2]) == wanted
 
 
 @pytest.fixture(params=PARALLEL)
