@@ -144,13 +144,6 @@ async def test_the_fleet_is_changed_with_a_key() -> None:
         assert (await s.client.get("/status")).status_code == 401
 
 
-async def test_without_a_key_only_this_machine_changes_the_fleet() -> None:
-    async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
-        answer = await order(s, "drain", "http://a:1")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "no_admin_key")
-        assert (await s.client.get("/status")).status_code == 200
-
-
 async def test_a_key_of_the_router_is_not_passed_on_in_either_header() -> None:
     d = FakeEngine(answers)
     async with system([FakeEngine(lends)], [d], doors=KEYS, engine_api_key="key-of-engine") as s:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.router.fleet.budget import PER_S, SHARE, WINDOW_S, RetryBudget
 from baton.router.values.settings import OutlierDetection
 from tests.router.baton_fakes import baton, introduced_system
-from tests.router.fakes import FakeEngine, System, dies, responds
+from tests.router.fakes import FakeEngine, System, responds
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans()), max_size=200))
@@ -107,10 +107,3 @@ async def test_an_engine_that_is_paused_is_not_ejected() -> None:
         metrics = (await s.client.get("/metrics")).text
         assert all(one.is_up for one in s.router.fleet.engines)
     assert re.search(r'router_legs_total\{.*outcome="closed".*\} [1-9]', metrics)
-
-
-async def test_a_dead_engine_costs_no_retry() -> None:
-    dead, d = FakeEngine(dies, introduces_as="d0"), baton("d1")
-    async with introduced_system([baton("p")], [d, dead], policy="round_robin") as s:
-        spend(s)
-        assert (await s.complete()).status_code == 200

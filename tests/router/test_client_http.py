@@ -27,9 +27,6 @@ HEALTH = b"GET /health HTTP/1.1\r\n" + HOST
 SECOND = b"GET /version HTTP/1.1\r\n" + HOST + b"\r\n"
 
 
-Connected = tuple[System, asyncio.StreamReader, asyncio.StreamWriter]
-
-
 @asynccontextmanager
 async def connected(
     **options: Any,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.router.baton_fakes import introduced_system, stream
-from tests.router.fakes import FakeEngine, dies, responds
+from tests.router.fakes import FakeEngine, dies
 from tests.router.test_continuation import IDS, PATHS, check_is_one_engines, request
-from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, vllm, vllm_speaker
+from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker
 
 CONTINUES = {"baton_token_ids": True, "baton_output_token_ids": [TOKENS[0]]}
 
@@ -76,14 +76,7 @@ async def test_a_vllm_goes_on_when_batons_engine_has_failed_and_the_other_way_ro
 
 async def test_a_refused_ticket_costs_a_local_prefill_behind_the_token() -> None:
     p, d = vllm(), baton_d()
-    good = d.respond
-    refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
-
-    async def refuses(call: Any) -> None:
-        has_paper = "baton_ticket" in call.received.body.get("kv_transfer_params", {})
-        await (responds(400, refusal) if has_paper else good)(call)
-
-    d.respond = refuses
+    d.respond = refuses_tickets(d.respond)
     async with introduced_system([p], [d]) as s:
         check_is_one_engines(await stream(s))
     assert d.calls[-1].body["kv_transfer_params"] == CONTINUES

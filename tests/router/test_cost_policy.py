@@ -58,25 +58,6 @@ async def test_only_the_policy_cost_explains() -> None:
         assert (await s.client.post("/explain", json={"prompt": "a"})).status_code == 400
 
 
-async def test_a_slower_decode_engine_gets_the_kv() -> None:
-    p, d = FakeEngine(lends), FakeEngine(answers)
-    async with system([p], [d], policy="cost") as s:
-        set_rates(s, FAST, SLOW)
-        answer = await s.complete(prompt=LONG)
-    assert answer.headers["x-baton-prefill"] == "remote"
-    assert len(p.calls) == 1
-
-
-async def test_a_prompt_does_not_wait_behind_a_long_queue() -> None:
-    p, other, d = FakeEngine(lends), FakeEngine(lends), FakeEngine(answers)
-    async with system([p, other], [d], policy="cost") as s:
-        (busy, _), _ = set_rates(s, FAST, SLOW)
-        busy.elsewhere = EngineLoad(busy.key, in_flight=1, num_queued_tokens=50_000)
-        for _ in range(3):
-            await s.complete(prompt=LONG)
-    assert (len(p.calls), len(other.calls)) == (0, 3)
-
-
 async def test_a_prompt_under_way_counts_until_its_engine_has_answered() -> None:
     gate = asyncio.Event()
 
@@ -98,15 +79,6 @@ async def test_a_prompt_under_way_counts_until_its_engine_has_answered() -> None
     assert [one["queued_tokens"] for one in status] == [0, 100_000]
     assert status[0]["prefill_tokens_per_s"] > 0
     assert status[1]["prefill_tokens_per_s"] is None  # The decode engine has computed nothing.
-
-
-async def test_when_the_decode_engine_fails_the_choice_is_made_again() -> None:
-    p, dead, d = FakeEngine(lends), "http://127.0.0.1:1", FakeEngine(answers)
-    async with system([p], [dead, d], policy="cost") as s:
-        set_rates(s, FAST, FAST)
-        answers_got = [await s.complete(prompt=LONG) for _ in range(2)]
-    assert [answer.status_code for answer in answers_got] == [200, 200]
-    assert len(d.calls) == 2
 
 
 CANDIDATES = st.builds(

@@ -1,10 +1,7 @@
 """A router that is told to stop: 503 for what is new, and time for what runs; then a clear end."""
 
 import asyncio
-import signal
-import sys
 
-import httpx
 import pytest
 
 from tests.event_loop import pass_time
@@ -12,10 +9,8 @@ from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (
     Call,
     FakeEngine,
-    Servers,
     after,
     answers,
-    dead_url,
     lends,
     opened,
     system,
@@ -74,39 +69,3 @@ async def test_a_request_without_an_answer_gets_503_when_the_time_is_up() -> Non
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the router is shutting down"
         await decode.saw_disconnect.wait()
-
-
-async def test_a_process_that_is_terminated_lets_its_stream_end_and_exits_with_0() -> None:
-    gate, servers = asyncio.Event(), Servers()
-    prefill, decode = FakeEngine(lends), streams(gate)
-    url = dead_url()
-    command = [sys.executable, "-m", "baton.cli", "route", "--port", url.rpartition(":")[2]]
-    for option, engine in (("--prefill", prefill), ("--decode", decode)):
-        command += [option, await servers.start(engine)]
-    process = await asyncio.create_subprocess_exec(*command)
-    try:
-        async with httpx.AsyncClient(base_url=url, timeout=None, verify=False, trust_env=False) as client:
-
-            async def health() -> int:
-                try:
-                    return (await client.get("/health")).status_code
-                except httpx.ConnectError:
-                    return 0
-
-            while await health() != 200:
-                assert process.returncode is None
-            async with client.stream("POST", "/v1/completions", json=ASKED) as answer:
-                pieces = answer.aiter_bytes()
-                text = await anext(pieces)
-                process.send_signal(signal.SIGTERM)
-                while await health() != 503:
-                    pass
-                gate.set()
-                text += b"".join([piece async for piece in pieces])
-        assert text == 2 * EVENT + b"data: [DONE]\n\n"
-        assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await servers.stop()

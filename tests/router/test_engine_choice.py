@@ -12,7 +12,6 @@ from baton.router.fleet.block_index import Match
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.choice import ALIKE, JUDGE_SPEEDS_EVERY_S
 from baton.router.fleet.cost import (
-    EXPECTED_OUTPUT,
     LEND_S,
     PREFILL_TOKENS_PER_S,
     TOKEN_S,
@@ -359,13 +358,6 @@ def test_the_time_until_a_prompt_is_computed_is_that_of_the_queue_and_of_the_pro
     fleet.note_start(unknown, 100)
     assert fleet.choice.prefill_s(first, 100) == 1.5
     assert fleet.choice.prefill_s(unknown, 300) == 1.0, "at the median speed of its peers"
-
-
-def test_the_length_of_an_answer_is_that_of_the_last_ones() -> None:
-    fleet = fleet_of()
-    assert fleet.choice.expected_output == EXPECTED_OUTPUT
-    fleet.choice.outputs.note(12.0)
-    assert fleet.choice.expected_output == 12.0
 
 
 def test_an_engine_that_becomes_slow_is_logged_once() -> None:

@@ -48,8 +48,27 @@ def test_continuous_usage_leaves_all_tokens_to_one_engine() -> None:
     assert not can_split({**BASE, "stream_options": options}, is_chat=False)
 
 
-def test_allowed_tokens_look_at_no_token_before() -> None:
-    assert can_split({**BASE, "allowed_token_ids": [5]}, is_chat=False)
+@pytest.mark.parametrize(
+    ("body", "may_split"),
+    [
+        ({"allowed_token_ids": [5]}, True),
+        ({"seed": 4}, True),
+        ({"stop": []}, True),
+        ({"stop": None, "logprobs": None, "n": 1, "presence_penalty": 0.0}, True),
+        ({"ignore_eos": True, "min_tokens": 3, "top_p": 0.5, "repetition_penalty": 1.2, "user": "u"}, True),
+        ({"stop_token_ids": [7], "logit_bias": {"5": -100}}, True),
+        ({"seed": 4, "temperature": 0.5}, False),
+        ({"seed": 4, "temperature": None}, False),
+        ({"stop": ["x"]}, False),
+        ({"max_tokens": None}, False),
+        ({"min_tokens": "2"}, False),
+        ({"frequency_penalty": -1}, False),
+        ({"logprobs": 2}, False),
+    ],
+    ids=str,
+)
+def test_values_decide_as_well(body: dict[str, Any], may_split: bool) -> None:
+    assert can_split({**BASE, **body}, is_chat=False) is may_split
 
 
 def test_the_engine_ignores_no_field_unseen_that_is_harmless_here() -> None:

@@ -20,7 +20,7 @@ from baton.router.fleet.outlier_detection import Tally, is_outlier, may_eject
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.identity import ModelCard
 from baton.router.values.settings import OutlierDetection, PolicyName, RouterSettings
-from tests.router.fakes import Call, FakeEngine, answers, lends, responds, system
+from tests.router.fakes import Call, FakeEngine, answers, lends, system
 
 POLICIES: list[PolicyName] = ["least_in_flight", "round_robin"]
 DETECTION = OutlierDetection()
@@ -268,16 +268,6 @@ async def breaks_after_two_tokens(call: Call) -> None:
     for _ in range(2):
         await call.piece(b'data: {"choices": [{"text": "x"}]}\n\n')
     call.cut()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("status", [500, 429, 503])
-async def test_clients_do_not_see_the_errors_of_one_engine(policy: PolicyName, status: int) -> None:
-    bad, good = FakeEngine(responds(status, {"error": {"message": "no"}})), FakeEngine(answers)
-    async with system([FakeEngine(lends)], [bad, good], policy=policy) as s:
-        statuses = [(await s.complete()).status_code for _ in range(100)]
-    assert statuses == [200] * 100
-    assert len(bad.calls) <= 2 * DETECTION.consecutive_5xx
 
 
 async def test_streams_that_break_after_a_good_head_eject_their_engine() -> None:

@@ -261,32 +261,9 @@ async def test_without_another_decode_engine_the_stream_ends_with_an_error(mode:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_engines_that_disagree_end_the_stream_with_an_error_and_no_further_token(mode: str) -> None:
-    gate = asyncio.Event()
-    p, d = baton("p"), baton("d", tokens=(73, 105), gate=gate)
-    async with introduced_system([p], [d], mode=mode) as s:
-        got = await stream(s, shown=gate)
-        metrics = (await s.client.get("/metrics")).text
-    assert got.text == "H"
-    assert got.error is not None
-    assert "disagree" in got.error
-    assert got.events[-1] == "[DONE]"
-    assert 'baton:router_first_tokens_total{agreed="no"} 1.0' in metrics
-
-
-@pytest.mark.parametrize("mode", MODES)
 async def test_a_prefill_engine_that_dies_behind_its_token_is_not_missed(mode: str) -> None:
     async with introduced_system([baton("p", dies_after=1)], [baton("d")], mode=mode) as s:
         check_is_one_engines(await stream(s))
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_a_prefill_engine_that_dies_before_the_end_of_its_answer_cannot_end_it(mode: str) -> None:
-    p = baton("p", dies_after=1, ends_with_first=True, finish="stop")
-    async with introduced_system([p], [baton("d", gate=asyncio.Event())], mode=mode) as s:
-        got = await stream(s)
-    assert got.text == "H"
-    assert got.error is not None
 
 
 @pytest.mark.parametrize("mode", MODES)

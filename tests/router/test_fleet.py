@@ -1,6 +1,5 @@
 """Engines that are up: events that eject an engine, that bring it back, and that do neither."""
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -8,12 +7,9 @@ import pytest
 from starlette.responses import JSONResponse
 
 from baton.core.errors import ConfigError
-from baton.http.settings import HttpSettings
-from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.introductions import Answer
-from baton.router.fleet.policies import RoutedRequest
 from baton.router.members.probes import Prober
 from baton.router.shell.asking import Asker
 from baton.router.values.errors import LegFailure
@@ -24,14 +20,12 @@ from tests.router.fakes import (
     Servers,
     answers,
     dead_url,
-    hangs,
     hangs_till_late,
     lends,
     system,
 )
 
 P, D0, D1 = "http://p:1", "http://d:1", "http://d:2"
-REQUEST = RoutedRequest(turn=0)
 
 
 def make_fleet() -> tuple[Fleet, Engine]:
@@ -46,15 +40,6 @@ def fail(fleet: Fleet, engine: Engine, kind: Any) -> None:
     )
 
 
-def test_a_refused_connection_ejects_at_once() -> None:
-    fleet, engine = make_fleet()
-    fail(fleet, engine, "unreachable")
-    assert engine.status == "down"
-    chosen = fleet.choice.choose("decode", REQUEST, 0.0)
-    assert chosen is not None
-    assert chosen.url == D1
-
-
 @pytest.mark.parametrize("kind", ["broken", "timeout"])
 def test_other_failures_eject_only_in_a_row(kind: str) -> None:
     fleet, engine = make_fleet()
@@ -67,41 +52,6 @@ def test_other_failures_eject_only_in_a_row(kind: str) -> None:
         fail(fleet, engine, kind)
     assert engine.status == "down"
     assert engine.num_failures == 7
-
-
-def test_answers_of_500_are_counted_but_eject_nobody() -> None:
-    fleet, engine = make_fleet()
-    for _ in range(10):
-        fleet.health.note_answer(engine, 500, 0.0)
-    assert engine.is_up
-    assert engine.num_failures == 10
-    assert engine.last_error == "answered with status 500"
-    assert engine.last_error_unix_s == 1000.0
-
-
-def test_a_good_probe_readmits() -> None:
-    fleet, engine = make_fleet()
-    fail(fleet, engine, "unreachable")
-    fleet.health.note_probe(engine, Probe("healthy"), 0.0)
-    assert engine.status == "up"
-    assert engine.health.failures_in_row == 0
-
-
-def test_an_engine_in_use_is_counted_until_its_leg_ends() -> None:
-    fleet, engine = make_fleet()
-    fleet.note_start(engine)
-    assert engine.in_flight == 1
-    fleet.note_end(engine)
-    assert engine.in_flight == 0
-    assert engine.num_requests == 1
-
-
-def test_nobody_is_chosen_twice_by_one_request() -> None:
-    fleet, _ = make_fleet()
-    tried: list[Engine] = []
-    while (engine := fleet.choice.choose("decode", REQUEST, 0.0, tried=tried)) is not None:
-        tried.append(engine)
-    assert {engine.url for engine in tried} == {D0, D1}
 
 
 class Scripted(Asker):
@@ -137,27 +87,6 @@ async def test_a_probe_that_hangs_is_given_up() -> None:
     assert engine.is_up
 
 
-async def test_an_engine_that_comes_up_late_is_found_by_probing() -> None:
-    decode = FakeEngine(answers, health_status=503)
-    probe = ProbeSettings(every_s=0.01, down_every_s=0.01)
-    async with system([FakeEngine(lends)], [decode], probe=probe) as s:
-        while (await s.client.get("/health")).status_code != 503:
-            pass
-        while (await s.complete()).status_code != 503:
-            pass
-        decode.health_status = 200
-        while (await s.client.get("/health")).status_code != 200:
-            pass
-        assert (await s.complete()).status_code == 200
-
-
-async def test_health_needs_a_decode_engine_only() -> None:
-    async with system([dead_url()], [FakeEngine(answers)]) as s:
-        while (await s.client.get("/health")).status_code != 200:
-            pass
-        assert (await s.complete()).status_code == 200
-
-
 async def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
     async with system([dead_url()], [FakeEngine(answers)]) as s:
         while True:
@@ -169,18 +98,6 @@ async def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
         metrics = (await s.client.get("/metrics")).text
     url = state["engines"]["prefill"][0]["url"]
     assert f'baton:router_engine_up{{engine="{url}",role="prefill"}} 0.0' in metrics
-
-
-async def test_a_request_is_answered_by_another_engine_when_its_own_is_ejected() -> None:
-    hanging, good = FakeEngine(hangs), FakeEngine(answers)
-    async with system([FakeEngine(lends)], [hanging, good], policy="round_robin") as s:
-        asking = [asyncio.create_task(s.complete()) for _ in range(2)]
-        await hanging.was_called.wait()
-        (engine,) = (one for one in s.router.fleet.engines if one.url == hanging.url)
-        s.router.fleet.health.note_probe(engine, Probe("refused", "gone"), asyncio.get_running_loop().time())
-        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
-        await hanging.saw_disconnect.wait()
-    assert len(hanging.calls) == 1
 
 
 async def test_an_engine_with_an_admin_port_is_asked_there_for_its_introduction() -> None:
@@ -212,25 +129,6 @@ async def test_an_engine_with_an_admin_port_is_asked_there_for_its_introduction(
 )
 def test_the_admin_port_replaces_the_port(address: str, admin: str) -> None:
     assert Engine(address, "decode", admin_port=9).admin_address == admin
-
-
-async def test_engines_get_their_own_key_and_never_the_routers() -> None:
-    decode = FakeEngine(answers)
-    http = HttpSettings(api_keys=("key-of-router",))
-    async with system([FakeEngine(lends)], [decode], doors=http, engine_api_key="key-of-engine") as s:
-        s.client.headers["Authorization"] = "Bearer wrong"
-        assert (await s.complete()).status_code == 401
-        s.client.headers["Authorization"] = "Bearer key-of-router"
-        assert (await s.complete()).status_code == 200
-    assert [call.headers["authorization"] for call in decode.calls] == ["Bearer key-of-engine"]
-
-
-async def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> None:
-    decode = FakeEngine(answers)
-    async with system([FakeEngine(lends)], [decode]) as s:
-        s.client.headers["Authorization"] = "Bearer of-client"
-        assert (await s.complete()).status_code == 200
-    assert decode.calls[0].headers["authorization"] == "Bearer of-client"
 
 
 async def test_models_and_tokenize_go_to_a_decode_engine() -> None:

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.engine_card import EngineCard
 from baton.router.fleet import health, hedge
 from baton.router.fleet.engine import SLOW_SHARE
-from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.hedge import FACTOR, LEAST_S, NUM_REMEMBERED, Lateness
-from baton.router.fleet.pairs import Pairs
-from baton.router.fleet.turns import Turn, TurnTable
-from baton.router.fleet.view import FleetView
 from baton.router.request.answers import LegAnswer
 from baton.router.request.events import (
     ClientGone,
@@ -33,9 +28,8 @@ from baton.router.request.events import (
     TakeBack,
 )
 from baton.router.request.learning import note_outpaced
-from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import LegFailure
-from baton.router.values.settings import RouterSettings
+from tests.router import machine_run
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import System, responds
 from tests.router.test_budget import BUSY, DRAINING, PAUSED, spend
@@ -63,37 +57,14 @@ def timed_out(leg: Leg) -> Failed:
     return Failed(leg, LegFailure("timeout", leg.engine.url, "no answer", was_sent=True))
 
 
-class Run:
-    """One request's machine, and what it has asked for so far."""
+class Run(machine_run.Run):
+    """A prompt that may be hedged."""
 
     def __init__(self, *, known: bool = True, turn: bool = False, **settings: Any) -> None:
-        urls = {"prefill_urls": ("http://p0", "http://p1", "http://p2"), "decode_urls": ("http://d0",)}
-        options: dict[str, Any] = {"policy": "least_in_flight", "hedge_prefill": True, **urls, **settings}
-        self.fleet = Fleet(RouterSettings(**options), unix_clock=lambda: 0.0)
-        for engine in self.fleet.engines:
-            engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
-            engine.introduction = EngineCard(engine.url, "signed")
-            if known:
-                engine.prefill_rate.note(RATE)
-        turns = TurnTable(lambda engine, params: None)
-        if turn:
-            turns.put("session", Turn(self.fleet.engines[-1], {"baton_ticket": "of a turn"}), 0.0)
-        self.view = FleetView(RouterSettings(**options), self.fleet, Pairs(), turns)
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
-        request = Request("id", body, is_chat=False, session="session" if turn else None, received_at_s=0.0)
-        self.machine, self.effects = Machine(self.view, request), list[Effect]()
-        self.effects += self.machine.begin(0.0)
-
-    def on(self, event: Any, now_s: float) -> Sequence[Effect]:
-        new = list(self.machine.on(event, now_s))
-        self.effects += new
-        return new
-
-    def all(self, kind: type[Any]) -> list[Any]:
-        return [effect for effect in self.effects if isinstance(effect, kind)]
-
-    def legs(self, role: str = "prefill") -> list[Leg]:
-        return [leg for leg in self.all(Leg) if leg.role == role]
+        options: dict[str, Any] = {"policy": "least_in_flight", "hedge_prefill": True, **settings}
+        rate, kept = RATE if known else None, {"baton_ticket": "of a turn"} if turn else None
+        super().__init__(body, num_prefill=3, rate=rate, turn=kept, **options)
 
     def wait(self) -> Sequence[Effect]:
         """The prompt is late."""
@@ -104,9 +75,6 @@ class Run:
         self.wait()
         first, second = self.legs()
         return first, second
-
-    def counts(self, metric: str) -> int:
-        return sum(count.metric == metric for count in self.all(Count))
 
 
 def transfer_id(leg: Leg) -> str:
@@ -139,18 +107,6 @@ def test_predictions_that_are_too_short_are_corrected() -> None:
 def test_predictions_that_are_too_long_and_short_prompts_change_nothing() -> None:
     assert lateness((1.0, 0.1)).late_after_s(5.0) == FACTOR * 5.0
     assert lateness((0.001, LEAST_S / FACTOR)).late_after_s(5.0) == FACTOR * 5.0
-
-
-def test_an_engine_of_unknown_speed_is_taken_to_be_as_fast_as_its_peers() -> None:
-    run = Run(known=False)
-    p0, p1, p2 = run.fleet.engines[:3]
-    assert run.fleet.choice.prefill_s(p0, 5000) is None
-    p1.prefill_rate.note(RATE)
-    p2.prefill_rate.note(3 * RATE)
-    assert run.fleet.choice.prefill_s(p0, 5000) == pytest.approx(2.5)
-    p0.num_queued_tokens = 1000
-    assert run.fleet.choice.prefill_s(p0, 5000) == pytest.approx(3.0)
-    assert not Run(known=False).all(Hold)
 
 
 def test_an_engine_that_is_late_gets_less_until_it_answers() -> None:
@@ -194,7 +150,7 @@ def test_the_second_engines_answer_counts_if_it_is_the_first() -> None:
     assert Close(first) in new
     (decode,) = run.legs("decode")
     assert decode.body["kv_transfer_params"]["baton_ticket"] == f"of {second.engine.url}"
-    assert (run.counts("hedges"), run.counts("hedges_won")) == (1, 1)
+    assert (run.counts("hedges"), run.counts("hedges_won")) == ([()], [()])
     assert not run.all(TakeBack)
 
 
@@ -204,7 +160,7 @@ def test_the_first_engines_answer_counts_if_it_comes_after_all() -> None:
     assert Close(second) in run.on(first_token(first), 2.0)
     (decode,) = run.legs("decode")
     assert decode.body["kv_transfer_params"]["baton_ticket"] == f"of {first.engine.url}"
-    assert (run.counts("hedges"), run.counts("hedges_won")) == (1, 0)
+    assert (run.counts("hedges"), run.counts("hedges_won")) == ([()], [])
 
 
 @pytest.mark.parametrize("has_come", [False, True])
@@ -245,7 +201,7 @@ def test_if_one_leg_fails_the_other_one_is_waited_for(fails: Any, index: int) ->
     run.on(first_token(other), 2.5)
     (decode,) = run.legs("decode")
     assert decode.body["kv_transfer_params"]["baton_ticket"] == f"of {other.engine.url}"
-    assert run.counts("hedges_won") == 0
+    assert run.counts("hedges_won") == []
 
 
 def test_if_both_fail_the_decode_engine_computes_the_prompt() -> None:
@@ -335,7 +291,7 @@ def test_without_a_budget_a_prompt_that_an_engine_refuses_stays_with_the_decode_
         run.on(error(leg, status), 0.1)
         assert len(run.legs()) == (1 if is_spent else 2)
         assert len(run.legs("decode")) == (1 if is_spent else 0)
-        assert run.counts("retries_refused") == is_spent
+        assert run.counts("retries_refused") == [()] * is_spent
 
 
 def test_a_timeout_takes_from_the_budget_and_a_death_does_not() -> None:

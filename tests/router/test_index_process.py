@@ -262,18 +262,6 @@ async def test_an_engine_that_restarts_between_two_probes_has_nothing(
         await f.until_indexed(0, 64)
 
 
-async def test_tenants_have_prefixes_of_their_own(publishers: Publishers) -> None:
-    async with fleet(publishers) as f:
-        extra = [("theirs",), *[None] * 63]
-        f.publishers[1].publish([stored(PROMPT, extra_keys=extra)])
-        await f.until_indexed(0, 64)
-        assert await f.asks(PROMPT, cache_salt="theirs") == [0, 1]
-        for salt, is_known in (("theirs", True), ("ours", False)):
-            body = {"prompt": PROMPT, "cache_salt": salt}
-            explained = (await f.system.client.post("/explain", json=body)).json()
-            assert bool(explained["cached_tokens"]) is is_known
-
-
 async def test_a_text_is_found_by_the_ids_that_an_engine_gives_it(
     publishers: Publishers, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from baton.router.fleet.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, 
 from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import FakeEngine, System, dies, responds
 from tests.router.test_continuation import IDS, check_is_one_engines
-from tests.router.vllm_fakes import TOKENS, refuses_tickets, vllm, vllm_speaker
+from tests.router.vllm_fakes import TOKENS, vllm, vllm_speaker
 
 P = Engine("http://10.0.0.1:8001", "prefill", kind="vllm")
 BESIDE = Engine("http://10.0.0.1:8002", "decode", kind="vllm")
@@ -178,25 +178,3 @@ async def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lend
         check_is_one_engines(await stream(s))
     (leg,) = vllm_speaker(d).legs
     assert ("kv_transfer_params" in leg) is lends
-
-
-async def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() -> None:
-    p, d = vllm(introduces=True), vllm()
-    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
-        p.was_called.clear()
-        vllm_speaker(p).gate = asyncio.Event()
-        asking = asyncio.create_task(stream(s))
-        await p.was_called.wait()
-        asking.cancel()
-        await p.saw_disconnect.wait()
-    assert d.calls == []
-
-
-async def test_what_p_has_lent_to_a_d_that_refuses_goes_back() -> None:
-    p, d = vllm(introduces=True), vllm()
-    d.respond = refuses_tickets(d.respond)
-    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
-        check_is_one_engines(await stream(s))
-        while not p.taken_back:
-            await s.client.get("/fleet")
-    assert p.taken_back == ["signed"]

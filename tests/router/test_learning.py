@@ -225,19 +225,3 @@ def test_the_length_of_answers_is_learned_from_streams() -> None:
                 note_chunks(leg, float(number))
         note_closed(leg, fleet.choice.outputs)
     assert fleet.choice.expected_output == 40
-
-
-def test_engines_that_hardly_differ_are_equal() -> None:
-    fleet = new_fleet()
-    for rate, engine in zip((900.0, 1100.0, 1000.0, 3000.0), fleet.engines, strict=True):
-        engine.prefill_rate.note(rate)
-    producers, consumers = fleet.engines[:2], fleet.engines[2:]
-    request = RoutedRequest(0, num_tokens=100)
-    assert [one.prefill_tokens_per_s for one in fleet.choice.candidates(producers, request)] == [
-        1000.0,
-        1000.0,
-    ]
-    assert [one.prefill_tokens_per_s for one in fleet.choice.candidates(consumers, request)] == [
-        1000.0,
-        3000.0,
-    ]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.pairs import Pairs
@@ -25,7 +24,7 @@ from tests.router.fakes import (
     opened,
     responds,
 )
-from tests.router.vllm_fakes import vllm
+from tests.router.vllm_fakes import refuses_tickets, vllm
 
 TICKET: list[Any] = [{"baton_ticket": "signed"}]
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
@@ -47,19 +46,8 @@ async def test_a_client_that_leaves_before_d_has_answered(is_stream: bool) -> No
     assert p.taken_back == TICKET
 
 
-async def test_a_decode_engine_that_is_killed() -> None:
-    p = lender()
-    async with introduced_system([p], [FakeEngine(dies)]) as s:
-        assert (await s.complete()).status_code == 502
-        await p.heard_of_loan.wait()
-    assert p.taken_back == TICKET
-
-
 async def test_a_ticket_that_d_refuses() -> None:
-    async def refuses_tickets(call: Any) -> None:
-        await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
-
-    p, d = lender(), FakeEngine(refuses_tickets, introduces_as="d")
+    p, d = lender(), FakeEngine(refuses_tickets(answers), introduces_as="d")
     async with introduced_system([p], [d], first_token=True) as s:
         assert (await s.complete()).status_code == 200
         await p.heard_of_loan.wait()
@@ -89,18 +77,6 @@ async def test_a_push_that_d_will_not_have(answer: str) -> None:
         got = await asking
     assert p.taken_back[0] == TICKET[0]
     assert got.error is None, "P gives the rest itself"
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-async def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
-    p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
-    async with introduced_system([p], [d], mode=mode) as s:
-        asking = asyncio.create_task(s.complete(stream=True, max_tokens=3))
-        while s.router.metrics.of("prefill_seconds")._sum.get() == 0:
-            await s.client.get("/fleet")
-        asking.cancel()
-        await p.heard_of_loan.wait()
-    assert p.taken_back == TICKET
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -250,38 +226,3 @@ async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
         metrics = (await s.client.get("/metrics")).text
     assert p.taken_back == ([] if num_loaded else TICKET)
     assert ('outcome="late"' in metrics) == (not num_loaded)
-
-
-@pytest.mark.parametrize("was_sent", [False, True])
-async def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
-    """The turn waits for the next request if no engine has seen it. Otherwise the router takes it back."""
-    kept = {"do_remote_decode": True, "baton_ticket": "of D"}
-
-    async def keeps(call: Any) -> None:
-        await call.answer(200, {"choices": [], "kv_transfer_params": kept})
-
-    p = FakeEngine(lends, introduces_as="p")
-    d = FakeEngine(keeps, introduces_as="d")
-    async with introduced_system([p], [d], first_token=False) as s:
-        headers, body = {"x-session-id": "a"}, {"prompt": [1, 2, 3]}
-
-        async def ask() -> None:
-            answer = await s.client.post("/v1/completions", json=body, headers=headers)
-            assert answer.status_code == 200
-
-        await ask()
-        d.respond = answers
-        producer = s.router.fleet.engines[0]
-        if was_sent:
-            p.respond = dies
-            await ask()
-            await d.heard_of_loan.wait()
-            assert d.taken_back == [{"baton_ticket": "of D"}]
-            return
-        address, producer.address = producer.address, dead_url()
-        await ask()
-        producer.address = address
-        s.router.fleet.health.note_probe(producer, Probe("healthy"), asyncio.get_running_loop().time())
-        await ask()
-        assert d.taken_back == []
-        assert p.calls[-1].body["kv_transfer_params"]["baton_ticket"] == "of D"

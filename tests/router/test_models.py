@@ -14,16 +14,12 @@ from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.errors import RouterError
 from baton.router.values.identity import Identity, ModelCard
 from baton.router.values.settings import RouterSettings
-from tests.router.fakes import FakeEngine, Servers, System, answers, lends, responds, system
+from tests.router.baton_fakes import introduced
+from tests.router.fakes import FakeEngine, Servers, answers, lends, system
 from tests.router.test_pairs import engine, says
 
 URLS = ("http://d:1", "http://d:2", "http://d:3")
 PREFILL_URLS = ("http://p:1", "http://p:2")
-
-
-async def met(s: System) -> None:
-    while any(not one.is_introduced for one in s.router.fleet.engines):
-        await s.client.get("/fleet")
 
 
 def vllm_of(text: str, *models: str) -> FakeEngine:
@@ -38,7 +34,7 @@ async def test_each_request_gets_to_its_model() -> None:
     p = engine(lends, "p", model="a")
     decode = [engine(says("A"), "d0", model="a"), engine(says("B"), "d1", model="b", weights="other")]
     async with system([p], [*decode], policy="round_robin") as s:
-        await met(s)
+        await introduced(s)
         for model, text, where in (("a", "A", "remote"), ("b", "B", "local")) * 2:
             answer = await s.complete(model=model)
             assert answer.json()["choices"][0]["text"] == text
@@ -53,7 +49,7 @@ async def test_each_request_gets_to_its_model() -> None:
 async def test_a_model_that_nobody_serves_and_a_request_that_names_none() -> None:
     decode = [vllm_of("A", "a"), vllm_of("B", "b")]
     async with system([FakeEngine(lends)], [*decode]) as s:
-        await met(s)
+        await introduced(s)
         answer = await s.complete(model="c")
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
@@ -71,7 +67,7 @@ async def test_the_first_request_finds_out_that_its_model_is_not_served() -> Non
     """Also if it comes before the prober has asked an engine."""
     d = vllm_of("A", "a")
     async with system([FakeEngine(lends)], [d]) as s:
-        await met(s)
+        await introduced(s)
         for one in s.router.fleet.engines:
             one.was_asked = one.is_introduced = False
             s.router.fleet.models.note_identity(one, None)
@@ -82,7 +78,7 @@ async def test_the_first_request_finds_out_that_its_model_is_not_served() -> Non
 async def test_models_of_the_router_are_those_of_its_decode_engines() -> None:
     decode = [vllm_of("A", "a", "adapter"), vllm_of("A", "a"), vllm_of("B", "b")]
     async with system([FakeEngine(lends)], [*decode]) as s:
-        await met(s)
+        await introduced(s)
         models = (await s.client.get("/v1/models")).json()
         assert models["object"] == "list"
         assert [(card["id"], card["parent"]) for card in models["data"]] == [
@@ -99,7 +95,7 @@ async def test_an_alias_is_another_name_of_a_model() -> None:
     p, d = engine(lends, "p", model="a"), vllm_of("A", "a", "adapter")
     aliases = {"gpt": "a", "tuned": "adapter", "lost": "c"}
     async with system([p], [d, vllm_of("B", "b")], model_aliases=aliases) as s:
-        await met(s)
+        await introduced(s)
         for alias, model in (("gpt", "a"), ("tuned", "adapter"), ("a", "a")):
             answer = await s.complete(model=alias)
             assert answer.json()["choices"][0]["text"] == "A"
@@ -120,17 +116,10 @@ async def test_an_alias_is_another_name_of_a_model() -> None:
         ]
 
 
-async def test_an_alias_of_the_only_model_is_listed() -> None:
-    async with system([FakeEngine(lends)], [vllm_of("A", "a")], model_aliases={"gpt": "a"}) as s:
-        await met(s)
-        models = (await s.client.get("/v1/models")).json()["data"]
-        assert [card["id"] for card in models] == ["a", "gpt"]
-
-
 async def test_an_adapter_that_a_vllm_loads_later_is_found_by_its_probes() -> None:
     d = vllm_of("A", "a")
     async with system([FakeEngine(lends)], [d]) as s:
-        await met(s)
+        await introduced(s)
         assert (await s.complete(model="adapter")).status_code == 404
         d.models["data"].append({"id": "adapter", "owned_by": "vllm", "parent": "a"})
         await s.router.control.prober.probe(s.router.fleet.engines[1])
@@ -141,7 +130,7 @@ async def test_an_added_engine_brings_its_model_and_a_removed_one_takes_it_away(
     servers, p, new = Servers(), engine(lends, "p", model="b"), engine(answers, "d1", model="b")
     new.url = await servers.start(new)
     async with system([p], [engine(answers, "d0", model="a")], checked_hosts=()) as s:
-        await met(s)
+        await introduced(s)
         refused = (await s.client.get("/fleet")).json()["engines"]["prefill"][0]["refused"]
         assert "which no decode engine serves" in refused
         order = {"type": "decode", "instance": new.url}
@@ -151,11 +140,6 @@ async def test_an_added_engine_brings_its_model_and_a_removed_one_takes_it_away(
         assert (await s.complete(model="b")).status_code == 404
         assert (await s.complete()).status_code == 200, "one model is left"
     await servers.stop()
-
-
-async def test_engines_that_report_no_model_take_every_request() -> None:
-    async with system([FakeEngine(lends)], [FakeEngine(responds(200, {"choices": []}))]) as s:
-        assert (await s.complete(model="any")).status_code == 200
 
 
 # --- Every request goes to an engine that serves its model, or is refused for a reason ------------

@@ -91,14 +91,3 @@ def test_of_two_engines_none_is_an_outlier() -> None:
         for _ in range(NUM_SAMPLES):
             engine.prefill_rate.note(speed)
     assert chosen(routed, 1.0) == [200, 200]
-
-
-def test_an_engine_that_decodes_slowly_is_found_at_equal_load() -> None:
-    urls = tuple(f"http://d{number}:1" for number in range(3))
-    routed = Fleet(RouterSettings(prefill_urls=("http://p:1",), decode_urls=urls))
-    decode = [engine for engine in routed.engines if engine.role == "decode"]
-    for engine in decode:
-        for load in range(OUTLIER_SAMPLES_MIN):
-            engine.steps.note(float(load), 0.2 if engine is decode[1] else 0.01)
-    routed.choice.judge_speeds(1.0)
-    assert [engine.is_slow for engine in decode] == [False, True, False]

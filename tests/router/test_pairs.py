@@ -12,10 +12,9 @@ from baton.router.fleet.engine import Engine
 from baton.router.fleet.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
 from baton.router.values.identity import Seat, choose_model
 from tests.event_loop import pass_time, run
-from tests.router.baton_fakes import introduced_system
+from tests.router.baton_fakes import introduced, introduced_system
 from tests.router.fakes import Call, FakeEngine, Respond, System, answers, lends, responds, system
 
-REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
 KV_IDENTITY = {
     "model": "architecture",
     "weights": "weights of A",
@@ -57,8 +56,7 @@ def test_two_models_never_answer_under_one_name(position: int, caplog: pytest.Lo
         strange = engine(says("B"), "strange", architecture="model B")
         decode.insert(position, strange)
         async with system([engine(lends, "p")], list(decode), policy="round_robin") as s:
-            while any(not one.is_introduced for one in s.router.fleet.engines):
-                await s.client.get("/fleet")
+            await introduced(s)
             got = {(await s.complete()).json()["choices"][0]["text"] for _ in range(6)}
             state = (await s.client.get("/fleet")).json()["engines"]["decode"]
             metrics = (await s.client.get("/metrics")).text
@@ -92,57 +90,27 @@ async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
     assert "model B" in state["engines"]["prefill"][0]["refused"]
 
 
-@pytest.mark.parametrize("texts", [("a", "a"), ("a", "b"), ("", "b"), ("a", "")])
-@pytest.mark.parametrize("mode", ["pull", "push"])
-async def test_engines_that_read_texts_differently_are_no_pair(mode: str, texts: tuple[str, str]) -> None:
-    """Engines differ in their templates or in what ends an answer: P's first token would not be D's."""
-    p, d = engine(lends, "p"), engine(answers, "d")
-    for one, text_id in zip((p, d), texts, strict=True):
-        one.card = {**one.card, "text_id": text_id}
-    async with introduced_system([p], [d], mode=mode) as s:
-        assert (await s.complete()).status_code == 200
-        pairs = (await s.client.get("/fleet")).json()["pairs"]
-    fits = "" in texts or texts[0] == texts[1]
-    assert bool(p.calls) == fits
-    assert [pair["reason"] for pair in pairs if not pair["usable"]] == ([] if fits else [TEXTS_DIFFER])
-
-
 TEXTS_DIFFER = (
     "different tokenizers, chat templates, or tokens that end an answer: they read a text differently"
 )
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "fits"),
-    [
-        (("aa",), ("aa",), True),
-        (("aa",), ("bb",), False),
-        ((), ("aa",), False),
-        (("aa",), (), False),
-        ((), (), True),
-        (("new", "old"), ("old",), True),  # D has been restarted with a new secret, P has not.
-        (("old",), ("new", "old"), False),  # P signs with a secret that D does not know yet.
-        (("new", "old"), ("new", "old"), True),
-    ],
-)
 @pytest.mark.parametrize("mode", ["pull", "push"])
-async def test_engines_with_different_secrets_are_no_pair(
-    mode: str, ours: tuple[str, ...], theirs: tuple[str, ...], fits: bool
-) -> None:
-    p, d = engine(lends, "p", secrets=theirs), engine(answers, "d", secrets=ours)
-    async with system([p], [d], mode=mode) as s:
-        for _ in range(2):
-            answer = await s.complete()
-            assert answer.status_code == 200
-            assert answer.headers["x-baton-prefill"] == ("remote" if fits else "local")
-        pairs = (await s.client.get("/fleet")).json()["pairs"]
+@pytest.mark.parametrize(("field", "reason"), [("text_id", TEXTS_DIFFER), ("secret_ids", "secret")])
+async def test_engines_that_differ_are_no_pair(mode: str, field: str, reason: str) -> None:
+    """Engines differ in their templates or in what ends an answer: P's first token would not be D's."""
+    p, d = engine(lends, "p"), engine(answers, "d")
+    for one, value in ((p, "a"), (d, "b")):
+        one.card = {**one.card, field: value if field == "text_id" else (value,)}
+    async with introduced_system([p], [d], mode=mode) as s:
+        assert (await s.complete()).headers["x-baton-prefill"] == "local"
+        (pair,) = (await s.client.get("/fleet")).json()["pairs"]
         metrics = (await s.client.get("/metrics")).text
-    assert bool(p.calls) is fits
-    assert [pair["usable"] for pair in pairs] == ([] if fits else [False])
-    if not fits:
-        assert "secret" in pairs[0]["reason"]
-        assert f'baton:router_pair_usable{{decode="{d.url}",prefill="{p.url}"}} 0.0' in metrics
-        assert 'baton:router_prefills_total{reason="no_pair",where="local"} 2.0' in metrics
+    assert not p.calls
+    assert not pair["usable"]
+    assert reason in pair["reason"]
+    assert f'baton:router_pair_usable{{decode="{d.url}",prefill="{p.url}"}} 0.0' in metrics
+    assert 'baton:router_prefills_total{reason="no_pair",where="local"} 1.0' in metrics
 
 
 async def test_a_prefill_engine_that_fits_is_chosen_before_one_that_does_not() -> None:
@@ -207,18 +175,6 @@ async def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(i
             assert await ask() == "remote"
         (pair,) = (await s.client.get("/fleet")).json()["pairs"]
         assert (pair["usable"], pair["handed_over"], pair["reason"]) == (True, 3, None)
-
-
-async def test_a_pair_whose_tickets_are_refused_is_stopped() -> None:
-    async def refuses(call: Call) -> None:
-        await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
-
-    p, d = engine(lends, "p"), engine(refuses, "d")
-    async with system([p], [d], first_token=False) as s:
-        for number in range(FAILURES_TO_STOP + 2):
-            assert (await s.complete()).status_code == 200
-            await settled(s, min(number + 1, FAILURES_TO_STOP))
-    assert len(p.calls) == FAILURES_TO_STOP
 
 
 @pytest.mark.parametrize(
@@ -288,6 +244,37 @@ def test_a_stopped_pair_is_always_tried_again_and_success_forgets_failures(
                 assert stopped is (pairs.why_not(p, d, now_s) is not None)
         assert pairs.why_not(p, d, now_s + BACKOFF_MAX_S) is None
         now_s += passes_s
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        ({"text_id": "a"}, {"text_id": "a"}, None),
+        ({"text_id": "a"}, {"text_id": "b"}, TEXTS_DIFFER),
+        ({}, {"text_id": "b"}, None),
+        ({"text_id": "a"}, {}, None),
+        ({"secret_ids": ("aa",)}, {"secret_ids": ("aa",)}, None),
+        ({"secret_ids": ("aa",)}, {"secret_ids": ("bb",)}, "secret"),
+        ({"secret_ids": ()}, {"secret_ids": ("aa",)}, "secret"),
+        ({"secret_ids": ("aa",)}, {"secret_ids": ()}, "secret"),
+        ({"secret_ids": ("new", "old")}, {"secret_ids": ("old",)}, None),  # P has not been restarted yet.
+        (
+            {"secret_ids": ("old",)},
+            {"secret_ids": ("new", "old")},
+            "secret",
+        ),  # D does not know P's secret yet.
+        ({"secret_ids": ()}, {"secret_ids": ()}, None),
+        ({"secret_ids": ("new", "old")}, {"secret_ids": ("new", "old")}, None),
+    ],
+)
+def test_engines_are_a_pair_by_their_cards(
+    ours: dict[str, Any], theirs: dict[str, Any], reason: str | None
+) -> None:
+    p, d = pair()
+    p.introduction, d.introduction = EngineCard("p", None, **theirs), EngineCard("d", None, **ours)
+    found = mismatch_of(p, d)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in str(found)
 
 
 def test_an_engine_that_reports_nothing_is_not_judged() -> None:

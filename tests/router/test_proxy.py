@@ -8,15 +8,11 @@ import re
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 import baton
-from baton.http.settings import HttpSettings
 from baton.router.values.settings import LegTimeouts
 from tests.event_loop import pass_time, run
-from tests.router.baton_fakes import baton as speaking
-from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (
     JSON,
     LATER_S,
@@ -34,8 +30,6 @@ from tests.router.fakes import (
     responds,
     system,
 )
-
-SOON = 0.05  # A deadline that a test waits for.
 
 
 async def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_ticket() -> None:
@@ -73,15 +67,6 @@ async def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_ticke
     assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
     assert prefill.calls[0].path == decode.calls[0].path == "/v1/completions"
     assert answer.headers["x-baton-prefill"] == "remote"
-
-
-async def test_every_dispatch_has_a_transfer_id_of_its_own() -> None:
-    prefill, decode = FakeEngine(lends), FakeEngine(answers)
-    async with system([prefill], [decode]) as s:
-        for _ in range(3):
-            assert (await s.complete()).status_code == 200
-    ids = {call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls}
-    assert len(ids) == 3
 
 
 async def test_chat_goes_the_same_way() -> None:
@@ -146,36 +131,6 @@ async def test_a_stream_comes_through_event_by_event_with_lf_line_ends() -> None
         assert answer.headers["x-of-engine"] == "1"
 
 
-async def test_a_prompt_that_the_prefill_engine_lends_nothing_for_is_decoded_without_a_ticket() -> None:
-    prefill = FakeEngine(responds(200, {"choices": [], "kv_transfer_params": None}))
-    decode = FakeEngine(answers)
-    async with system([prefill], [decode]) as s:
-        answer = await s.complete()
-    assert answer.headers["x-baton-prefill"] == "local"
-    assert "kv_transfer_params" not in decode.calls[0].body
-
-
-@pytest.mark.parametrize(
-    ("body", "prefills"),
-    [
-        ({"prompt": [1] * 99}, 0),
-        ({"prompt": [1] * 100}, 1),
-        ({"prompt": [[1] * 100]}, 1),
-        ({"prompt": ["many", "prompts"]}, 0),
-        ({"prompt": [1] * 100, "echo": True, "logprobs": 1}, 0),
-        ({"prompt": [1] * 100, "prompt_logprobs": 1}, 0),
-    ],
-)
-async def test_what_is_short_or_cannot_be_handed_over_goes_straight_to_decode(
-    body: Any, prefills: int
-) -> None:
-    prefill, decode = FakeEngine(lends), FakeEngine(answers)
-    async with system([prefill], [decode], min_prefill_tokens=100) as s:
-        assert (await s.client.post("/v1/completions", json=body)).status_code == 200
-    assert len(prefill.calls) == prefills
-    assert len(decode.calls) == 1
-
-
 # ---- what a client may not do
 
 
@@ -207,27 +162,6 @@ async def test_a_null_ticket_is_no_ticket() -> None:
     async with system([FakeEngine(lends)], [decode]) as s:
         assert (await s.complete(kv_transfer_params=None)).status_code == 200
     assert decode.calls[0].body["kv_transfer_params"] == TICKET
-
-
-async def test_a_body_over_the_limit_gets_413() -> None:
-    async with system(
-        [FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(max_body_bytes=100)
-    ) as s:
-        answer = await s.complete(prompt="x" * 100)
-    assert answer.status_code == 413
-    assert (answer.headers["connection"], answer.json()["error"]["code"]) == ("close", "body_too_large")
-
-
-async def test_a_body_that_never_comes_gets_408() -> None:
-    async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(body_s=SOON)) as s:
-        reader, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n"
-            b"content-type: application/json\r\n\r\n{"
-        )
-        assert b" 408 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
 
 
 async def test_more_requests_than_allowed_get_503_at_once() -> None:
@@ -281,19 +215,6 @@ async def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_
     assert len(decode.calls) == 1
 
 
-@pytest.mark.parametrize("failure", PREFILL_FAILURES)
-async def test_without_a_working_prefill_engine_the_decode_engine_prefills_by_itself(
-    failure: Respond,
-) -> None:
-    decode = FakeEngine(answers)
-    timeouts = LegTimeouts(prefill_s=LATER_S)
-    async with system([FakeEngine(failure)], [decode], timeouts=timeouts) as s:
-        answer = await s.complete()
-    assert answer.status_code == 200
-    assert answer.headers["x-baton-prefill"] == "local"
-    assert "kv_transfer_params" not in decode.calls[0].body
-
-
 @pytest.mark.parametrize(
     ("failure", "status"), [(hangs_till_late, 504), (dies, 502), (responds(500, {}), 502), (None, 503)]
 )
@@ -315,34 +236,6 @@ async def test_the_request_fails_with_its_prefill_if_the_operator_wants_so(
 async def wait_down(client: httpx.AsyncClient, role: str) -> None:
     while (await client.get("/fleet")).json()["engines"][role][0]["status"] != "down":
         pass
-
-
-async def test_the_clients_error_found_by_prefill_is_passed_on_as_it_is() -> None:
-    error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
-    prefill, decode = FakeEngine(responds(400, error)), FakeEngine(answers)
-    async with system([prefill, FakeEngine(lends)], [decode], policy="round_robin") as s:
-        answers_got = [await s.complete() for _ in range(2)]
-    refused = [answer for answer in answers_got if answer.status_code == 400]
-    assert [answer.json() for answer in refused] == [error]
-    assert len(decode.calls) == 1
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_that_is_too_long_for_the_prefill_engine_alone_is_computed_by_the_other(
-    mode: Any, stream: bool
-) -> None:
-    error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
-    prefill = FakeEngine(responds(400, error), introduces_as="p", says_max_model_len=512)
-    decode = speaking("d")
-    decode.says_max_model_len = 2048
-    async with introduced_system([prefill], [decode], mode=mode) as s:
-        answer = await s.complete(stream=stream)
-        assert answer.status_code == 200
-        assert prefill.calls, "it was asked"
-        decode.respond = responds(400, error)
-        answer = await s.complete()
-        assert (answer.status_code, answer.json()) == (400, error)
 
 
 # ---- decode fails
@@ -412,32 +305,6 @@ async def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
     assert "x-request-id" in answer.headers
 
 
-async def test_the_last_decode_engines_own_error_is_passed_on() -> None:
-    error = {"error": {"message": "out of blocks", "code": 500}}
-    async with system([FakeEngine(lends)], [FakeEngine(responds(500, error))]) as s:
-        answer = await s.complete(stream=True)
-    assert answer.status_code == 500
-    assert answer.json() == error
-
-
-async def test_a_ticket_that_decode_refuses_is_not_the_clients_fault() -> None:
-    async def respond(call: Call) -> None:
-        if "kv_transfer_params" in call.received.body:
-            field = "kv_transfer_params.baton_ticket"
-            await call.answer(400, {"error": {"message": "another model's", "param": field}})
-        else:
-            await answers(call)
-
-    decode = FakeEngine(respond)
-    async with system([FakeEngine(lends)], [decode], decode_attempts=1) as s:
-        answer = await s.complete()
-        metrics = (await s.client.get("/metrics")).text
-    assert answer.status_code == 200
-    assert answer.headers["x-baton-prefill"] == "local"
-    assert len(decode.calls) == 2
-    assert 'baton:router_prefills_total{reason="ticket_refused",where="local"} 1.0' in metrics
-
-
 async def test_the_clients_error_found_by_decode_is_passed_on_as_it_is() -> None:
     error = {"error": {"message": "must be positive", "param": "max_tokens", "code": 400}}
     decode = FakeEngine(responds(400, error))
@@ -498,60 +365,6 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
 
 
 # ---- the client goes away
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_the_leg_that_it_waits_for(stream: bool) -> None:
-    prefill, decode = FakeEngine(hangs), FakeEngine(answers)
-    async with system([prefill], [decode]) as s:
-        asking = asyncio.create_task(s.complete(stream=stream))
-        await prefill.was_called.wait()
-        asking.cancel()
-        await prefill.saw_disconnect.wait()
-        await wait_at_rest(s.client)
-    assert not decode.calls
-
-
-async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_the_decode_leg() -> None:
-    decode = FakeEngine(falls_silent)
-    async with system([FakeEngine(lends)], [decode]) as s:
-        body = {"prompt": "a", "stream": True}
-        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-            assert await anext(answer.aiter_raw()) == b'data: {"n": 1}\n\n'
-        await decode.saw_disconnect.wait()
-        await wait_at_rest(s.client)
-        assert 'requests_total{status="499"} 1.0' in (await s.client.get("/metrics")).text
-
-
-async def wait_at_rest(client: httpx.AsyncClient) -> None:
-    """Nothing in flight, by the router's own count."""
-    while True:
-        state = (await client.get("/fleet")).json()
-        engines = [engine for role in state["engines"].values() for engine in role]
-        if state["in_flight"] == 0 and not any(engine["in_flight"] for engine in engines):
-            return
-
-
-async def test_a_client_that_does_not_read_is_let_go() -> None:
-    async def floods(call: Call) -> None:
-        await call.start(200, "text/event-stream")
-        gone = asyncio.create_task(call.wait_disconnect())
-        while not gone.done():
-            await call.piece(b"data: " + b"x" * 65536 + b"\n\n")
-            await asyncio.sleep(0)
-
-    decode = FakeEngine(floods)
-    async with system([FakeEngine(lends)], [decode], timeouts=LegTimeouts(idle_s=4 * SOON)) as s:
-        url = s.client.base_url
-        _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
-        body = msgspec.json.encode({"prompt": "a", "stream": True})
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%b" % (len(body), body)
-        )
-        await decode.saw_disconnect.wait()
-        await wait_at_rest(s.client)
-        writer.transport.abort()
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])

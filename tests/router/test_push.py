@@ -8,7 +8,7 @@ import pytest
 
 from baton.router.fleet.breaker import Probe
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
-from tests.router.fakes import FakeEngine, after, answers, dead_url, hangs, lends, responds, system
+from tests.router.fakes import FakeEngine, after, answers, hangs, lends, responds, system
 
 
 async def test_both_legs_leave_at_once_under_one_transfer_id() -> None:
@@ -80,14 +80,6 @@ async def test_a_decode_engine_that_computes_the_prompt_itself_is_not_kept_waiti
         await p.saw_disconnect.wait()
     assert got.text == "Hi!"
     assert got.headers["x-engine"] == "d"
-
-
-async def test_an_unreachable_prefill_engine_costs_a_local_prefill() -> None:
-    d = baton("d")
-    async with system([dead_url()], [d], mode="push") as s:
-        answer = await s.complete()
-    assert answer.headers["x-baton-prefill"] == "local"
-    assert len(d.calls) == 1
 
 
 async def test_a_prefill_engine_that_is_back_is_asked_who_it_is_now() -> None:

@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import pytest
 
 from baton.router.values.settings import AdmissionSettings
 from tests.event_loop import pass_time
-from tests.router.fakes import Call, FakeEngine, System, answers, dead_url, lends, opened, system
+from tests.router.fakes import Call, FakeEngine, System, answers, lends, opened, system
 
 LOW, HIGH = {"priority": 1}, {"priority": 0}
 
@@ -99,19 +98,6 @@ async def test_a_request_that_waits_too_long_gets_429() -> None:
         assert busy.order == ["first"]
 
 
-async def test_a_full_queue_lets_a_more_important_request_in() -> None:
-    busy = Busy()
-    async with queued(busy, max_waiting=1) as s:
-        running = await runs(s, busy, "first")
-        low = await ask(s, "low", num_waiting=1, **LOW)
-        assert (await s.complete(user="another", **LOW)).status_code == 429
-        high = asyncio.create_task(s.complete(user="high", **HIGH))
-        assert (await low).status_code == 429
-        for name in ("first", "high"):
-            busy.gate(name).set()
-        assert [one.status_code for one in await asyncio.gather(running, high)] == [200, 200]
-
-
 async def test_a_client_that_leaves_the_queue_leaves_nothing() -> None:
     busy = Busy()
     async with queued(busy) as s:
@@ -128,16 +114,6 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing() -> None:
         assert busy.order == ["first", "next"]
 
 
-async def test_a_client_that_leaves_its_engine_makes_room() -> None:
-    busy = Busy()
-    async with queued(busy) as s:
-        running = await runs(s, busy, "leaves")
-        waiting = await ask(s, "next", num_waiting=1)
-        busy.gate("next").set()
-        running.cancel()
-        assert (await waiting).status_code == 200
-
-
 async def test_a_router_that_stops_ends_those_that_wait() -> None:
     busy = Busy()
     async with queued(busy) as s:
@@ -149,53 +125,6 @@ async def test_a_router_that_stops_ends_those_that_wait() -> None:
         pass_time(30.0)
         await draining
         assert [one.status_code for one in await asyncio.gather(running, waiting)] == [503, 503]
-
-
-async def test_a_prompt_waits_for_an_engine_without_one() -> None:
-    """A cap of one token lets the prefill engine have one prompt at a time."""
-    gate, seen = asyncio.Event(), list[Any]()
-
-    async def prefills(call: Call) -> None:
-        seen.append(call.received.body["user"])
-        if await opened(gate, call):
-            await lends(call)
-
-    admission = AdmissionSettings(max_tokens=1)
-    async with system([FakeEngine(prefills)], [FakeEngine(answers)], admission=admission) as s:
-        first = asyncio.create_task(s.complete(user="first"))
-        while not seen:
-            await s.client.get("/version")
-        second = await ask(s, "second", num_waiting=1)
-        assert seen == ["first"]
-        gate.set()
-        assert [one.status_code for one in await asyncio.gather(first, second)] == [200, 200]
-        assert seen == ["first", "second"]
-
-
-async def test_without_a_decode_engine_the_error_is_the_usual_one() -> None:
-    admission = AdmissionSettings(max_running=1)
-    async with system([FakeEngine(lends)], [dead_url()], admission=admission) as s:
-        while (answer := await s.complete()).status_code == 502:
-            pass  # Ask again until the router knows.
-        assert answer.status_code == 503
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "param"),
-    [
-        ({"priority": -1}, {}, "priority"),
-        ({"priority": "high"}, {}, "priority"),
-        ({}, {"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
-    ],
-)
-async def test_a_bad_objective_is_the_clients_error(
-    body: dict[str, Any], headers: dict[str, str], param: str
-) -> None:
-    async with queued(Busy()) as s:
-        content = {"prompt": "hello", **body}
-        answer = await s.client.post("/v1/completions", json=content, headers=headers)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == param
 
 
 async def test_without_a_cap_priorities_are_for_the_engines() -> None:

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 
-from baton.core.engine_card import EngineCard
-from baton.router.fleet.fleet import Fleet
-from baton.router.fleet.pairs import Pairs
-from baton.router.fleet.turns import TurnTable
-from baton.router.fleet.view import FleetView
 from baton.router.request.answers import GIVEN_HEADER, LegAnswer
 from baton.router.request.events import (
     ClientGone,
+    Close,
     Closed,
     Count,
     Draining,
@@ -29,9 +25,8 @@ from baton.router.request.events import (
     TakeBack,
 )
 from baton.router.request.learning import SAMPLE_CHUNKS
-from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import LegFailure
-from baton.router.values.settings import RouterSettings
+from tests.router import machine_run
 
 PROMPT = list(range(100))
 RATE = 100.0  # Tokens a second.
@@ -42,41 +37,24 @@ LAST = b'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-class Run:
-    """One request of a fleet of Baton engines, and all its effects."""
+class Run(machine_run.Run):
+    """A request whose closed legs end at once."""
 
-    def __init__(self, body: dict[str, Any] | None = None, *, num_decode: int = 1, **options: Any) -> None:
-        urls = {
-            "prefill_urls": ("http://p0", "http://p1"),
-            "decode_urls": tuple(f"http://d{number}" for number in range(num_decode)),
-        }
-        settings = RouterSettings(**{"policy": "round_robin", "hedge_prefill": False, **urls, **options})
-        self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
-        for engine in self.fleet.engines:
-            engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
-            engine.introduction = EngineCard(engine.url, "signed")
-            engine.prefill_rate.note(RATE)
-        self.view = FleetView(settings, self.fleet, Pairs(), TurnTable(lambda engine, params: None))
+    def __init__(self, body: dict[str, Any] | None = None, **options: Any) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0} | (body or {})
-        request = Request("id", asked, is_chat=False, session=None, received_at_s=1.0)
-        self.machine = Machine(self.view, request)
-        self.effects: list[Effect] = list(self.machine.begin(1.0))
+        settings = {"policy": "round_robin", "hedge_prefill": False, **options}
+        super().__init__(asked, rate=RATE, now_s=1.0, **settings)
 
     def on(self, event: Any, now_s: float = 2.0) -> Sequence[Effect]:
-        """The effects of the event, and of the ends of the legs that it closes."""
-        new = list(self.machine.on(event, now_s))
-        self.effects += new
+        new = super().on(event, now_s)
         for effect in new:
-            if type(effect).__name__ == "Close":
+            if isinstance(effect, Close):
                 self.on(Closed(effect.leg), now_s)
         return new
 
-    def all(self, kind: type[Any]) -> list[Any]:
-        return [effect for effect in self.effects if isinstance(effect, kind)]
-
     def leg(self, role: str) -> Leg:
         """The last leg of this role."""
-        return [leg for leg in self.all(Leg) if leg.role == role][-1]
+        return self.legs(role)[-1]
 
     def fail(self, role: str, kind: Any, now_s: float = 2.0) -> None:
         leg = self.leg(role)
@@ -99,9 +77,6 @@ class Run:
         (over,) = self.all(Over)
         assert over.error is not None
         return over.error.status, str(over.error)
-
-    def counts(self, metric: str) -> list[tuple[str, ...]]:
-        return [count.labels for count in self.all(Count) if count.metric == metric]
 
 
 LOCAL: dict[str, Any] = {"min_prefill_tokens": 1_000}  # Decode engines compute the prompt.

@@ -94,24 +94,6 @@ async def test_a_prefill_engine_gives_the_rest_if_no_decode_engine_is_left(mode:
         assert 'prefills_total{reason="no_decode_engine",where="local"} 1.0' in metrics
 
 
-async def test_without_another_engine_the_stream_ends_with_an_error() -> None:
-    p, dying = vllm(), baton("d0", dies_after=2)
-    async with introduced_system([p], [dying]) as s:
-        got = await stream(s)
-        metrics = (await s.client.get("/metrics")).text
-    assert got.text == "Hi"
-    assert got.error == "the decode engine failed in the middle of the answer (broken)"
-    assert resumed(metrics) == 0
-    assert "broken_streams_total 1" in metrics
-
-
-async def test_an_engine_that_would_begin_the_answer_again_is_not_heard() -> None:
-    engines = [baton("d2"), baton("d0", dies_after=2), baton("d1", is_old=True)]
-    async with introduced_system([baton("p")], engines, policy="round_robin") as s:
-        check_is_one_engines(await stream(s))
-    assert all(speaker(engine).legs for engine in engines)
-
-
 @pytest.mark.parametrize("other", [baton, vllm])
 async def test_an_engine_that_drains_hands_its_streams_over(other: Any) -> None:
     gate = asyncio.Event()
@@ -127,18 +109,6 @@ async def test_an_engine_that_drains_hands_its_streams_over(other: Any) -> None:
         check_is_one_engines(await asking)
         metrics = (await s.client.get("/metrics")).text
     assert resumed(metrics) == (other is baton)
-
-
-async def test_a_stream_is_continued_as_often_as_the_settings_allow() -> None:
-    for resumes, is_whole in ((2, True), (1, False), (0, False)):
-        # Round robin begins with the second one.
-        engines = [baton("d2"), baton("d0", dies_after=1), baton("d1", dies_after=2)]
-        async with introduced_system([baton("p")], engines, policy="round_robin", resumes=resumes) as s:
-            got = await stream(s)
-        if is_whole:
-            check_is_one_engines(got)
-        else:
-            assert got.error is not None
 
 
 async def test_what_vllm_cannot_continue_exactly_ends_with_an_error() -> None:

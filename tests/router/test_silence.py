@@ -66,25 +66,6 @@ async def test_a_request_before_its_first_byte_is_answered_by_another_engine(
         assert f'{{engine="{stopped.url}",outcome="ejected",role="{role}"}} 1.0' in metrics
 
 
-async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
-    async def begins(call: Call) -> None:
-        await call.start(200, "text/event-stream")
-        await call.piece(b'data: {"n": 1}\n\n')
-        await call.wait_disconnect()
-
-    p, d = FakeEngine(lends), FakeEngine(begins)
-    async with introduced_system([p], [d], timeouts=NEVER) as s:
-        body = {"prompt": "a", "stream": True}
-        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-            pieces = answer.aiter_text()
-            text = await anext(pieces)
-            d.is_stopped = True
-            await probe_in_vain(s, d)
-            text += "".join([piece async for piece in pieces])
-    assert "the decode engine failed in the middle of the answer (ejected)" in text
-    assert text.endswith("data: [DONE]\n\n")
-
-
 async def test_an_engine_that_streams_is_not_silent_however_slow_its_health() -> None:
     go_on = asyncio.Event()
 

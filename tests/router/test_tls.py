@@ -7,9 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.core.errors import ConfigError
 from baton.http import tls
-from baton.http.tls import ServerTls, TlsFiles
+from baton.http.tls import TlsFiles
 from baton.http.watched_files import LOOK_EVERY_S
 from tests.certificates import Authority, client, context_of
 from tests.event_loop import pass_time
@@ -37,22 +36,6 @@ async def test_clients_are_served_over_tls_and_in_plain_http_not(
             with pytest.raises(httpx.TransportError):
                 await good.get(f"{plain}/health")
             assert (await good.get(f"{url}/version")).status_code == 200
-
-
-async def test_a_client_needs_a_certificate_where_it_is_asked_for(
-    authority: Authority, tmp_path: Path
-) -> None:
-    files, own = authority.issue("127.0.0.1"), authority.issue("me", file="client")
-    foreign = Authority(tmp_path, "other").issue("me")
-    asks = TlsFiles(cert=files.cert, key=files.key, client_ca=authority.ca)
-    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=asks) as s:
-        url = str(s.client.base_url).replace("http://", "https://")
-        async with client(authority.ca, own) as known:
-            assert (await known.get(f"{url}/version")).status_code == 200
-        for given in (None, foreign):
-            async with client(authority.ca, given) as unknown:
-                with pytest.raises(httpx.TransportError):
-                    await unknown.get(f"{url}/health")
 
 
 async def test_a_handshake_that_does_not_end_is_ended(authority: Authority) -> None:
@@ -151,10 +134,3 @@ async def test_of_too_many_open_handshakes_the_oldest_is_ended(
         assert not any(reader.at_eof() for reader, _ in waiting[2:])
         for _, writer in waiting:
             writer.close()
-
-
-def test_files_that_do_not_fit_are_refused(authority: Authority) -> None:
-    one, two = authority.issue("a", file="one"), authority.issue("a", file="two")
-    for files in (TlsFiles(cert=one.cert, key=two.key), TlsFiles(cert="/nowhere", key=one.key)):
-        with pytest.raises(ConfigError, match="tls_cert"):
-            ServerTls(files)

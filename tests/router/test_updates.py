@@ -21,9 +21,9 @@ from baton.router.values.identity import Introduced, weights_of
 from baton.router.values.settings import RouterSettings
 from tests.router.baton_fakes import Speaker, baton, introduced_system, speaker, stream
 from tests.router.fakes import TICKET, Call, FakeEngine, System
-from tests.router.test_pairs import KV_IDENTITY, REFUSAL, engine
+from tests.router.test_pairs import KV_IDENTITY, engine
 from tests.router.test_replica import Router
-from tests.router.test_turns import KEPT, SESSION
+from tests.router.vllm_fakes import refuses_tickets
 
 KV = KVIdentity(**{**KV_IDENTITY, "version": "1"})  # type: ignore[arg-type]
 
@@ -162,13 +162,8 @@ async def test_an_update_that_the_router_has_not_heard_of_is_no_fault(whose: str
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_a_refusal_because_of_other_weights_is_no_fault(mode: str) -> None:
     """A D whose policy is to fail is asked anew, and nothing is offered to it again."""
-
-    async def refuses(call: Call) -> None:
-        params = call.received.body.get("kv_transfer_params")
-        await (call.answer(400, REFUSAL) if params else decodes(call))
-
     p, d = fakes(1, 1)
-    d[0].respond = refuses
+    d[0].respond = refuses_tickets(decodes)
     async with introduced_system(p, d, mode=mode) as s:
         await update(s, d[0], is_known=False, version="2")
         for _ in range(FAILURES_TO_STOP + 1):
@@ -189,29 +184,6 @@ def speaking(name: str, version: str, **fields: Any) -> FakeEngine:
     fake = baton(name, **fields)
     fake.card = {"served_model_name": "m", "kv_identity": {**KV_IDENTITY, "version": version}}
     return fake
-
-
-@pytest.mark.parametrize("is_known", [True, False], ids=["update known", "update not known"])
-@pytest.mark.parametrize("has_other", [False, True])
-async def test_a_broken_stream_is_continued_by_its_own_version_or_not_at_all(
-    has_other: bool, is_known: bool
-) -> None:
-    dying, updated = speaking("d0", "1", dies_after=2), speaking("d1", "1")
-    right = [speaking("d2", "1")] if has_other else []
-    async with introduced_system([speaking("p", "9")], [dying, updated, *right], policy="round_robin") as s:
-        await update(s, updated, is_known=is_known, version="2")
-        while not dying.calls:
-            got = await stream(s)
-        assert known(s, updated).is_eligible, "an update is no fault"
-    was_asked = any(leg.get("baton_output_token_ids") for leg in speaker(updated).legs)
-    if has_other:
-        assert (got.text, got.error) == ("Hi!", None)
-    else:
-        broken = "the decode engine failed in the middle of the answer (broken)"
-        assert (got.text, got.error) == ("Hi", broken if is_known else got.error)
-        assert got.error
-    if is_known or not has_other:
-        assert was_asked != is_known
 
 
 async def test_a_stream_whose_engine_was_updated_meanwhile_is_not_continued() -> None:
@@ -253,55 +225,7 @@ async def test_a_second_prefill_of_other_weights_does_not_end_an_answer() -> Non
     assert other.legs[-1].get("do_remote_decode"), "the second prefill was asked for"
 
 
-async def test_the_first_token_of_a_producer_that_was_updated_unnoticed_is_not_shown() -> None:
-    """No engine could continue that answer."""
-    p, d = speaking("p", "1"), speaking("d", "1")
-    async with introduced_system([p], [d]) as s:
-        p.respond = Speaker(tokens=(88, 89, 33))
-        await update(s, p, is_known=False, version="2")
-        got = await stream(s)
-    assert (got.text, got.error) == ("Hi!", None)
-
-
-async def test_an_engine_of_other_weights_does_not_follow_a_first_token() -> None:
-    """The decode engine of P's version fails after P has given the first token: P gives the rest itself."""
-    p, dying, wrong = speaking("p", "1"), speaking("d0", "1", dies_after=0), speaking("d1", "2")
-    async with introduced_system([p], [dying, wrong], policy="round_robin") as s:
-        while not dying.calls:
-            num_before = len(wrong.calls)
-            got = await stream(s)
-    assert (got.text, got.error) == ("Hi!", None)
-    assert len(wrong.calls) == num_before
-
-
 # --- Turns ----------------------------------------------------------------------------------------
-
-
-async def test_what_a_decode_engine_keeps_goes_to_its_own_version_and_is_given_back_after_its_update() -> (
-    None
-):
-    async def keeps(call: Call) -> None:
-        await call.answer(200, {"choices": [{"text": "a"}], "kv_transfer_params": KEPT})
-
-    p, d = fakes(1, 1)
-    d[0].respond = keeps
-    async with introduced_system(p, d) as s:
-
-        async def ask() -> None:
-            body = {"prompt": [1, 2, 3]}
-            assert (await s.client.post("/v1/completions", json=body, headers=SESSION)).status_code == 200
-
-        await ask()
-        await update(s, p[0], version="2")
-        await ask()  # D computes it, and keeps it for the next turn.
-        await update(s, p[0], version="")
-        await ask()
-        await update(s, d[0], version="2")
-        await update(s, p[0], version="2")
-        await d[0].heard_of_loan.wait()
-        await ask()
-    tickets = [call.body["kv_transfer_params"].get("baton_ticket") for call in p[0].calls]
-    assert tickets == [None, "of D", None]
 
 
 def test_turns_of_old_weights_are_forgotten_and_others_stay() -> None:

@@ -1,7 +1,6 @@
 """TLS and the administrator's keys at both ports of `baton serve`, with real certificates."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,16 +68,6 @@ async def test_a_client_needs_a_certificate_where_it_is_asked_for(
             async with client(authority.ca, given) as unknown:
                 with pytest.raises(httpx.TransportError):
                     await unknown.get(f"{url}/health")
-
-
-async def test_a_changed_certificate_is_for_the_next_connection(authority: Authority, tmp_path: Path) -> None:
-    files, other = authority.issue("127.0.0.1", file="changed"), Authority(tmp_path, "other")
-    async with serving(tls=files) as url:
-        new = other.issue("127.0.0.1")
-        os.replace(new.cert, files.cert)
-        os.replace(new.key, files.key)
-        async with client(other.ca) as good:
-            assert (await good.get(f"{url}/health")).status_code == 200
 
 
 async def test_files_that_do_not_fit_are_refused_before_the_engine_starts(authority: Authority) -> None:

@@ -39,13 +39,6 @@ def test_a_first_token_that_ends_the_answer_leaves_no_loan(p: Engine) -> None:
     p.wait_at_rest()
 
 
-def test_a_router_can_return_a_loan_without_a_decode_leg(p: Engine) -> None:
-    params = p.prefill(make_prompt(2))
-    assert p.metric("num_requests_delayed_free") == 1
-    assert p.client.post(f"{p.url}/baton/take_back", json=params).status_code == 202
-    p.wait_at_rest()
-
-
 def test_a_ticket_of_another_engine_changes_nothing(p: Engine) -> None:
     params = p.prefill(make_prompt(3))
     forged = {"baton_ticket": params["baton_ticket"][:-4] + "AAAA"}
