@@ -165,6 +165,9 @@ async def test_an_issuer_that_fails_costs_no_key_that_is_known() -> None:
     await issuer.stop()
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 async def test_a_limit_holds_for_all_workers_together(tmp_path: Path) -> None:
     """Twenty connections, so both workers get some. Each alone would let in as many as the limit."""
     (tmp_path / "auth.toml").write_text(
@@ -254,6 +257,9 @@ def test_changed_keys_for_engines_are_read_again_and_bad_ones_are_not(tmp_path: 
         assert [sent(), sent("http://b:1")] == [b"Bearer key-of-a-engine", b"Bearer key-of-others"]
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 async def test_workers_read_changed_keys_again_at_sighup(tmp_path: Path) -> None:
     tenants, engine_keys = tmp_path / "auth.toml", tmp_path / "engine-keys"
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from baton.router.fleet.breaker import Probe
 from tests.router.baton_fakes import Streamed, baton, introduced_system, speaker, stream
 from tests.router.fakes import after, dies, responds
 from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker
@@ -239,44 +238,4 @@ async def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() ->
     assert 'first_tokens_total{agreed="no"} 1.0' in metrics
 
 
-async def test_without_another_vllm_p_gives_the_rest() -> None:
-    p, d = vllm(), vllm()
-    d.respond = dies
-    async with introduced_system([p], [d, baton("d")]) as s:
-        s.router.fleet.choice._policy = first_eligible
-        check_is_one_engines(await stream(s))
-    assert vllm_speaker(p).legs[-1]["prompt"] == [*IDS, TOKENS[0]]
-
-
 # ---- an engine that is a vLLM
-
-
-async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None:
-    p, d = vllm(introduces=True), vllm(introduces=True)
-    async with introduced_system([p], [d], mode="push") as s:
-        for engine in s.router.fleet.engines:
-            await s.router.control.prober.probe(engine)
-        state = (await s.client.get("/fleet")).json()["engines"]
-        assert [state[role][0]["kind"] for role in ("prefill", "decode")] == ["vllm", "vllm"]
-        assert [state[role][0]["introduced"] for role in ("prefill", "decode")] == [True, True]
-        asked = [len([c for c in engine.calls if c.path == "/v1/completions"]) for engine in (p, d)]
-        assert asked == [1, 1], "they report no identity that could change"
-        engine = s.router.fleet.engines[0]
-        s.router.fleet.health.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
-        await s.router.control.prober.probe(engine)
-        assert len(p.calls) == 2, "perhaps it is another process"
-
-
-@pytest.mark.parametrize("status", [200, 400, 500])
-async def test_a_vllm_without_our_connector_is_pulled_from(status: int) -> None:
-    p, d = vllm(), vllm()
-    speaking = p.respond
-
-    async def answer(call: Any) -> None:
-        asked = "baton_introduce" in str(call.received.body)
-        await (responds(status, {}) if asked and status != 200 else speaking)(call)
-
-    p.respond, p.introduces_by_request = answer, True
-    async with introduced_system([p], [d], mode="push") as s:
-        check_is_one_engines(await stream(s))
-    assert vllm_speaker(d).legs[0]["kv_transfer_params"]["baton_ticket"] == "signed"

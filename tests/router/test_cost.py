@@ -139,20 +139,6 @@ def test_a_prompt_waits_for_the_engine_with_its_prefix_if_that_is_sooner(
     assert chosen.consumer == (1 if waits else 0)
 
 
-def test_an_idle_decode_engine_computes_a_prompt_while_the_prefill_engines_are_busy() -> None:
-    chosen = choose(8_000, 100, [replace(IDLE, num_queued_tokens=50_000)], [replace(IDLE, num_running=5)])
-    assert chosen is not None
-    assert chosen.producer is None
-
-
-def test_a_slow_decode_engine_gets_no_answer_that_a_fast_one_can_give() -> None:
-    slow = replace(IDLE, step_s=0.03)
-    for num_running, consumer in ((0, 1), (100, 1), (200, 0)):
-        chosen = choose(100, 100, [IDLE], [slow, replace(IDLE, step_s=0.015, num_running=num_running)])
-        assert chosen is not None
-        assert chosen.consumer == consumer
-
-
 def test_a_slow_wire_keeps_a_prompt_where_it_is_decoded() -> None:
     busy = replace(IDLE, num_running=20)
     for tokens_per_s, producer in ((100_000.0, 0), (1_000.0, None)):
@@ -217,12 +203,6 @@ def test_what_a_decode_engine_has_in_its_tiers_is_read_from_the_prefill_engine()
         busy = replace(IDLE, num_running=40, num_cached_tokens=7_000, num_host_tokens=in_host)
         choose(8_000, 100, [IDLE], [busy], lambda *ends: asked.append(ends[2]) or 0.0)  # noqa: B023
         assert asked == [loaded]
-
-
-def test_a_busy_decode_engine_does_not_compute_a_long_prompt() -> None:
-    chosen = choose(8000, 100, [IDLE], [replace(IDLE, num_running=40)])
-    assert chosen is not None
-    assert (chosen.producer, chosen.ttft_s) == (0, 0.8)
 
 
 def test_a_short_queue_is_better_than_a_cache_after_a_long_one() -> None:

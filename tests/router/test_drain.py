@@ -9,11 +9,8 @@ from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (
     Call,
     FakeEngine,
-    after,
-    answers,
     lends,
     opened,
-    system,
 )
 
 DRAIN_S = 30.0  # Below every deadline of a leg.
@@ -57,15 +54,3 @@ async def test_a_stream_goes_on_for_the_drains_time_and_then_ends_with_an_error_
     assert text.endswith(b"data: [DONE]\n\n")
     assert text.count(EVENT) == (2 if ends_in_time else 1)
     assert (b"the router is shutting down" in text) is not ends_in_time
-
-
-async def test_a_request_without_an_answer_gets_503_when_the_time_is_up() -> None:
-    decode = FakeEngine(after(asyncio.Event(), answers))
-    async with system([FakeEngine(lends)], [decode]) as s:
-        asking = asyncio.create_task(s.complete())
-        await decode.was_called.wait()
-        await s.router.drain(0)
-        answer = await asking
-        assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "the router is shutting down"
-        await decode.saw_disconnect.wait()

@@ -15,12 +15,10 @@ from baton.router.shell.asking import Asker
 from baton.router.values.errors import LegFailure
 from baton.router.values.settings import LegTimeouts, ProbeSettings, RouterSettings
 from tests.router.fakes import (
-    LATER_S,
     FakeEngine,
     Servers,
     answers,
     dead_url,
-    hangs_till_late,
     lends,
     system,
 )
@@ -139,14 +137,6 @@ async def test_models_and_tokenize_go_to_a_decode_engine() -> None:
     assert [call.path for call in decode.calls] == ["/v1/models", "/tokenize"]
     assert decode.calls[1].body == {"prompt": "a"}
     assert not prefill.calls
-
-
-async def test_models_are_asked_of_the_next_engine_when_one_hangs() -> None:
-    good = FakeEngine(answers)
-    timeouts = LegTimeouts(first_byte_s=LATER_S)
-    async with system([FakeEngine(lends)], [FakeEngine(hangs_till_late), good], timeouts=timeouts) as s:
-        assert {(await s.client.get("/v1/models")).status_code for _ in range(2)} == {200}
-    assert len(good.calls) == 2
 
 
 @pytest.mark.parametrize(

@@ -376,9 +376,9 @@ async def test_all_workers_of_a_router_ask_one_index_and_none_leaves_files(
     assert os.listdir(short_folder) == []
 
 
-@pytest.mark.parametrize("prompt", ["a" * 2000, [[1] * 600], [2**40] * 600, ["a" * 2000], {"a": "b" * 2000}])
-async def test_what_cannot_be_looked_up_is_served(publishers: Publishers, prompt: Any) -> None:
+async def test_what_cannot_be_looked_up_is_served(publishers: Publishers) -> None:
     async with fleet(publishers, 1) as f:
         f.publishers[0].publish([stored(PROMPT)])
         await f.until_indexed(64)
-        assert sum(await f.asks(prompt)) <= 1
+        for prompt in ("a" * 2000, [[1] * 600], [2**40] * 600, ["a" * 2000], {"a": "b" * 2000}):
+            assert sum(await f.asks(prompt)) <= 1, prompt

@@ -117,6 +117,12 @@ def test_one_of_batons_is_asked_one_question() -> None:
     assert found.identity is None, "an older version, without a KV identity"
 
 
+def test_a_server_with_models_of_another_owner_is_no_vllm() -> None:
+    models = {"data": [{"id": "m", "owned_by": "someone"}, {"id": "n"}]}
+    found, asked = talk(engine_of(), page(models=models, completion=CONNECTOR))
+    assert (found.kind, asked) == (None, [PATH, MODELS_PATH])
+
+
 def test_an_engine_that_cannot_answer_now_is_asked_again() -> None:
     assert talk(engine_of(), lambda path: (503, b"")) == (None, [PATH])
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
 from tests.router.baton_fakes import baton, introduced_system, stream
-from tests.router.fakes import FakeEngine, System, dies, responds
+from tests.router.fakes import FakeEngine, System, responds
 from tests.router.test_continuation import IDS, check_is_one_engines
 from tests.router.vllm_fakes import TOKENS, vllm, vllm_speaker
 
@@ -162,19 +162,3 @@ async def test_with_batons_own_engines_it_is_one_answer_too(is_streamed: bool) -
         else:
             assert (await s.complete(max_tokens=3)).json()["choices"][0]["text"] == "Hi!"
     assert d.calls[0].body["kv_transfer_params"]["baton_ticket"] == "signed"
-
-
-@pytest.mark.parametrize("lends", [True, False])
-async def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lends: bool) -> None:
-    bad, good = vllm(introduces=True), vllm(introduces=True, lends=lends)
-    d = vllm()
-    introducing = bad.respond
-
-    async def dies_later(call: Any) -> None:
-        await (introducing if "baton_introduce" in str(call.received.body) else dies)(call)
-
-    bad.respond = dies_later
-    async with introduced_system([bad, good], [d], mode="push", decode_leg="auto") as s:
-        check_is_one_engines(await stream(s))
-    (leg,) = vllm_speaker(d).legs
-    assert ("kv_transfer_params" in leg) is lends

@@ -75,22 +75,6 @@ async def test_the_first_request_finds_out_that_its_model_is_not_served() -> Non
         assert (await s.complete(model="a")).status_code == 200
 
 
-async def test_models_of_the_router_are_those_of_its_decode_engines() -> None:
-    decode = [vllm_of("A", "a", "adapter"), vllm_of("A", "a"), vllm_of("B", "b")]
-    async with system([FakeEngine(lends)], [*decode]) as s:
-        await introduced(s)
-        models = (await s.client.get("/v1/models")).json()
-        assert models["object"] == "list"
-        assert [(card["id"], card["parent"]) for card in models["data"]] == [
-            ("a", None),
-            ("adapter", "a"),
-            ("b", None),
-        ]
-        for _ in range(3):
-            assert (await s.complete(model="adapter")).status_code == 200
-    assert [len(one.calls) for one in decode] == [3, 0, 0]
-
-
 async def test_an_alias_is_another_name_of_a_model() -> None:
     p, d = engine(lends, "p", model="a"), vllm_of("A", "a", "adapter")
     aliases = {"gpt": "a", "tuned": "adapter", "lost": "c"}

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -302,20 +301,9 @@ async def test_a_router_with_another_secret_is_not_heard(caplog: pytest.LogCaptu
         assert (await a.complete()).status_code == (await b.complete()).status_code == 200
 
 
-async def test_garbage_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    with zmq.Context() as context, context.socket(zmq.PUB) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        port = stranger.bind_to_random_port("tcp://127.0.0.1")
-        peers = PeerSettings("tcp://127.0.0.1:*", (f"tcp://127.0.0.1:{port}",), SECRET)
-        async with system([FakeEngine(lends)], [FakeEngine(answers)], peers=peers) as s:
-            while caplog.text.count("not signed") < 3:
-                stranger.send(os.urandom(100))
-                stranger.send(b"")
-                await asyncio.sleep(0.001)
-            assert (await s.complete()).status_code == 200
-
-
 @pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 async def test_routers_of_several_processes_share_loads_and_one_is_killed() -> None:
     servers = Servers()
     p, d = FakeEngine(lends), FakeEngine(hangs)
@@ -365,7 +353,3 @@ async def test_a_note_before_the_link_is_open_is_not_sent() -> None:
     router.fleet.tell(TurnTaken("s"))
     router.fleet.on_load()
     await router.close()
-
-
-def test_the_routers_settings_have_no_peers_by_default() -> None:
-    assert RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",)).peers is None

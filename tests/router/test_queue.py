@@ -98,20 +98,17 @@ async def test_a_request_that_waits_too_long_gets_429() -> None:
         assert busy.order == ["first"]
 
 
-async def test_a_client_that_leaves_the_queue_leaves_nothing() -> None:
+async def test_a_full_queue_lets_a_more_important_request_in() -> None:
     busy = Busy()
-    async with queued(busy) as s:
+    async with queued(busy, max_waiting=1) as s:
         running = await runs(s, busy, "first")
-        waiting = await ask(s, "leaves", num_waiting=1)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        await has_waiting(s, 0)
-        busy.gate("first").set()
-        await running
-        assert (await s.client.get("/status")).json()["queues"] == [{"pool": "", "running": 0, "waiting": {}}]
-        busy.gate("next").set()
-        assert (await s.complete(user="next")).status_code == 200
-        assert busy.order == ["first", "next"]
+        low = await ask(s, "low", num_waiting=1, **LOW)
+        assert (await s.complete(user="another", **LOW)).status_code == 429
+        high = asyncio.create_task(s.complete(user="high", **HIGH))
+        assert (await low).status_code == 429
+        for name in ("first", "high"):
+            busy.gate(name).set()
+        assert [one.status_code for one in await asyncio.gather(running, high)] == [200, 200]
 
 
 async def test_a_router_that_stops_ends_those_that_wait() -> None:
@@ -125,6 +122,12 @@ async def test_a_router_that_stops_ends_those_that_wait() -> None:
         pass_time(30.0)
         await draining
         assert [one.status_code for one in await asyncio.gather(running, waiting)] == [503, 503]
+
+
+async def test_a_bad_objective_is_the_clients_error() -> None:
+    async with queued(Busy()) as s:
+        answer = await s.complete(priority=-1)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
 
 
 async def test_without_a_cap_priorities_are_for_the_engines() -> None:

@@ -30,7 +30,6 @@ from baton.router.request.events import (
 )
 from baton.router.request.machine import Machine, Request
 from baton.router.values.errors import LegFailure
-from baton.router.values.rates import Rate
 from baton.router.values.settings import KVEventsSource, RouterSettings
 from tests.router.machine_world import KV
 
@@ -177,11 +176,6 @@ def test_a_loan_goes_through_the_cache_if_host_memory_has_less(
         assert ("do_remote_decode" in params) == is_through_cache
 
 
-def test_an_engine_that_does_not_lend_is_not_asked() -> None:
-    _, _, leg = borrow(lends=())
-    assert leg.role == "decode"
-
-
 def test_only_an_engine_with_the_borrowers_weights_lends() -> None:
     """Though another one has more of the prompt."""
     router = Router()
@@ -196,13 +190,3 @@ def test_only_an_engine_with_the_borrowers_weights_lends() -> None:
     assert (loan.lender, loan.num_tokens) == (d2, 3000)
     d2.introduction = d1.introduction
     assert router.view.find_loan(d0, request, 0.0) is None
-
-
-def test_a_prompt_that_is_sooner_computed_is_not_lent() -> None:
-    router = Router()
-    for engine in router.decode.values():
-        engine.introduction = EngineCard(engine.url, None, lends=("host",))
-        engine.prefill_rate = Rate()
-        engine.prefill_rate.note(1e7)
-    router.decode[URLS[1]].num_queued_tokens = 10**8
-    assert router.goes_to({URLS[1]: HELD}).url != URLS[1]

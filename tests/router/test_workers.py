@@ -25,6 +25,9 @@ from baton.router.values.settings import RouterSettings
 from tests.router.fakes import FakeEngine, Servers, answers, dead_url, lends
 from tests.router.test_drain import ASKED, EVENT, streams
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+FORKS = pytest.mark.usefixtures("forked_programs")  # It holds until the end of the module.
+
 WAIT_S = 60.0  # The longest that anything here may take on a busy machine.
 
 
@@ -166,6 +169,30 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         await until_gone(left)
 
 
+async def test_a_signal_while_the_workers_start_ends_none_of_them() -> None:
+    url, signalled = dead_url(), set[int]()
+    process = await asyncio.create_subprocess_exec(*command_for(url, "http://p:1", "http://d:1"))
+    router = Workers(url, process)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while len(signalled) < 2:
+                await asyncio.sleep(0)
+                for pid in router.pids - signalled:  # Each worker gets signals as soon as it exists.
+                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGINT)
+                    signalled.add(pid)
+            while await router.status_of("/version") != 200:
+                assert process.returncode is None
+        assert router.pids == signalled
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@FORKS
 async def test_workers_follow_a_file_that_is_read_again_at_sighup(tmp_path: Path) -> None:
     servers, url, path = Servers(), dead_url(), tmp_path / "route.toml"
     prefill, old, new = [await servers.start(FakeEngine(one)) for one in (lends, answers, answers)]
@@ -225,6 +252,7 @@ async def test_what_a_worker_is_told_while_it_starts_is_not_lost() -> None:
     stream.close()
 
 
+@FORKS
 async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0() -> None:
     gate, servers = asyncio.Event(), Servers()
     async with two_workers(servers, FakeEngine(lends), streams(gate)) as router, router.client() as client:
@@ -247,29 +275,7 @@ async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0
         await until_gone(pids)
 
 
-async def test_a_signal_while_the_workers_start_ends_none_of_them() -> None:
-    url, signalled = dead_url(), set[int]()
-    process = await asyncio.create_subprocess_exec(*command_for(url, "http://p:1", "http://d:1"))
-    router = Workers(url, process)
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while len(signalled) < 2:
-                await asyncio.sleep(0)
-                for pid in router.pids - signalled:  # Each worker gets signals as soon as it exists.
-                    os.kill(pid, signal.SIGTERM)
-                    os.kill(pid, signal.SIGINT)
-                    signalled.add(pid)
-            while await router.status_of("/version") != 200:
-                assert process.returncode is None
-        assert router.pids == signalled
-        process.terminate()
-        assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
+@FORKS
 async def test_a_port_that_another_router_has_is_refused() -> None:
     servers = Servers()
     async with two_workers(servers, FakeEngine(lends), FakeEngine(answers)) as router:

@@ -88,16 +88,6 @@ def strict(trio: tuple[Engine, Engine, Engine]) -> Engine:
 Expected = Callable[[list[int]], list[int]]
 
 
-def test_a_valid_handoff_moves_bytes_and_gives_the_single_engines_tokens(
-    p: Engine, healing: Engine, strict: Engine, expected: Expected
-) -> None:
-    for seed, engine in ((1, healing), (2, strict)):
-        prompt = make_prompt(seed)
-        moved = engine.metric("kv_transfer_bytes_total")
-        assert tokens_of(engine.complete(prompt, p.prefill(prompt))) == expected(prompt)
-        assert engine.metric("kv_transfer_bytes_total") > moved
-
-
 def test_a_ticket_used_twice_at_one_engine_serves_once_and_both_answers_are_right(
     p: Engine, healing: Engine, expected: Expected
 ) -> None:
