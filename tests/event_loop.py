@@ -1,7 +1,7 @@
 """Event loop of one coroutine test, with a deadline and a clock that the test can advance."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 TEST_DEADLINE_S = 180.0  # Reached only if something hangs.
@@ -26,6 +26,12 @@ def pass_time(seconds: float) -> None:
     ends_at = loop.deadline.when()
     assert ends_at is not None
     loop.deadline.reschedule(ends_at + seconds)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let others run until the condition holds, where no event tells it."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -16,6 +16,7 @@ from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 from baton.router.shell.client_http import Incoming, Listener, Reply
 from baton.router.shell.timers import TimerWheel
+from tests.event_loop import until
 from tests.server.fakes import QuietServer
 
 SOON_S = 0.05  # A deadline that must pass.
@@ -121,11 +122,6 @@ def serving(request: pytest.FixtureRequest) -> Serving:
     """The server of an engine, and the router's."""
     served: Serving = request.param
     return served
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  The server has no event for it.
-        await asyncio.sleep(0)
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:

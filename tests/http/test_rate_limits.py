@@ -15,7 +15,6 @@ from baton.cli.processes import free_ports
 from baton.http.auth import AuthFile, AuthSettings, Rate, Tenant
 from baton.http.rate_limits import LocalCounts, RateLimits
 
-START_S = 60.0
 MINUTE = 29_000_000 * 60.0  # A minute begins.
 
 

@@ -24,22 +24,15 @@ from baton.router.fleet.notes import EngineLoad
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.shortlist import SMALL
 from baton.router.values.identity import Identity, ModelCard
-from baton.router.values.settings import AdmissionSettings, RouterSettings
+from baton.router.values.settings import AdmissionSettings
+from tests.router import fleets
+from tests.router.fleets import roles_of
 
 RATE = 1_000.0
 
 
 def fleet_of(num_prefill: int = 2, num_decode: int = 2, **options: Any) -> Fleet:
-    urls = [
-        tuple(f"http://{role}{number}:1" for number in range(count))
-        for role, count in (("p", num_prefill), ("d", num_decode))
-    ]
-    return Fleet(RouterSettings(prefill_urls=urls[0], decode_urls=urls[1], **{"policy": "cost", **options}))
-
-
-def roles_of(fleet: Fleet) -> tuple[list[Engine], list[Engine]]:
-    prefill, decode = ([one for one in fleet.engines if one.role == role] for role in ("prefill", "decode"))
-    return prefill, decode
+    return fleets.fleet_of(num_prefill, num_decode, **{"policy": "cost", **options})
 
 
 def anyone(engine: Engine) -> bool:

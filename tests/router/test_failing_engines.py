@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from baton.cli.route import app
 from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
-from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.outlier_detection import Tally, is_outlier, may_eject
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.identity import ModelCard
-from baton.router.values.settings import OutlierDetection, PolicyName, RouterSettings
+from baton.router.values.settings import OutlierDetection, PolicyName
 from tests.router.fakes import Call, FakeEngine, answers, lends, system
+from tests.router.fleets import decoders, fleet_of
 
 POLICIES: list[PolicyName] = ["least_in_flight", "round_robin"]
 DETECTION = OutlierDetection()
@@ -50,9 +50,8 @@ class World:
     errors_at_s: list[float] = field(default_factory=list)  # Times of errors that clients see.
 
     def __post_init__(self) -> None:
-        urls = tuple(f"http://d{number}:1" for number in range(self.num_engines))
-        self.fleet = Fleet(RouterSettings(prefill_urls=("http://p:1",), decode_urls=urls, policy=self.policy))
-        self.engines = [one for one in self.fleet.engines if one.role == "decode"]
+        self.fleet = fleet_of(1, self.num_engines, policy=self.policy)
+        self.engines = decoders(self.fleet)
         for engine in self.engines:
             self.fleet.models.note_identity(engine, None, tuple(ModelCard(model) for model in self.shares))
         self.fleet.health.on_ejected.append(self._note_ejection)

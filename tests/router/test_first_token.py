@@ -71,16 +71,6 @@ async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: st
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_client_that_wants_token_ids_and_usage_gets_them(mode: str) -> None:
-    async with introduced_system([baton("p")], [baton("d")], mode=mode) as s:
-        got = await stream(s, return_token_ids=True, stream_options={"include_usage": True})
-    ids = [t for e in got.events[:-1] for c in e["choices"] for t in c["token_ids"]]
-    assert ids == [72, 105, 33]
-    assert got.events[-2]["usage"] == {"completion_tokens": 3}
-    assert sum("usage" in e for e in got.events[:-1]) == 1
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_stream: bool) -> None:
     p, d = baton("p", ends_with_first=True, finish="stop"), baton("d", gate=asyncio.Event())

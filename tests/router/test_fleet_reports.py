@@ -18,23 +18,10 @@ from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.errors import LegFailure, RouterError
 from baton.router.values.identity import Identity, Introduced, ModelCard
 from baton.router.values.members import Member
-from baton.router.values.settings import OutlierDetection, ProbeSettings, RouterSettings
+from baton.router.values.settings import OutlierDetection, ProbeSettings
+from tests.router.fleets import UNIX_S, decoders, fleet_of
 
 KV = KVIdentity(model="x", weights="1", dtype="bf16", num_layers=2, num_kv_heads=2, head_dim=8, hash_seed="0")
-UNIX_S = 1_000.0
-
-
-def fleet_of(num_prefill: int = 1, num_decode: int = 2, **options: Any) -> Fleet:
-    urls = [
-        tuple(f"http://{role}{number}:1" for number in range(count))
-        for role, count in (("p", num_prefill), ("d", num_decode))
-    ]
-    settings = RouterSettings(prefill_urls=urls[0], decode_urls=urls[1], **options)
-    return Fleet(settings, unix_clock=lambda: UNIX_S)
-
-
-def decoders(fleet: Fleet) -> list[Engine]:
-    return [one for one in fleet.engines if one.role == "decode"]
 
 
 def events(fleet: Fleet) -> list[tuple[str, str | None, str]]:

@@ -17,8 +17,9 @@ from baton.cli.members import source_of
 from baton.router.members.reader import SourceFailed
 from baton.router.members.sources.kubernetes import KubernetesSource, Rule
 from baton.router.values.members import Member
+from tests.event_loop import until
 from tests.router.fakes import FakeEngine, Servers, answers, lends, system
-from tests.router.test_sources import is_up, wait_until
+from tests.router.test_sources import is_up
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
 GONE = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version: 1 (7)"}
@@ -63,7 +64,7 @@ class ApiServer:
             self.end_watches()
 
     async def watched(self, num_times: int) -> None:
-        await wait_until(lambda: self._num_watches == num_times)
+        await until(lambda: self._num_watches == num_times)
 
     def end_watches(self) -> None:
         for watch in self._watches:
@@ -189,9 +190,9 @@ async def test_a_router_follows_its_slices_over_a_lost_connection() -> None:
             await api.watched(2)
             for one in slice_at(second):
                 api.tell("ADDED", one)
-            await wait_until(lambda: is_up(s, first) and is_up(s, second))
+            await until(lambda: is_up(s, first) and is_up(s, second))
             api.tell("DELETED", slice_at(first)[0])
-            await wait_until(lambda: s.router.fleet.find(("decode", first.url)) is None)
+            await until(lambda: s.router.fleet.find(("decode", first.url)) is None)
             assert (await s.complete()).status_code == 200
             assert len(second.calls) == 1
     await servers.stop()

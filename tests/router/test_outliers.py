@@ -11,7 +11,7 @@ from baton.router.fleet.engine import SLOW_SHARE
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.values.rates import NUM_SAMPLES, OUTLIER_FACTOR, OUTLIER_SAMPLES_MIN, outliers
-from baton.router.values.settings import PolicyName, RouterSettings
+from tests.router.fleets import fleet_of
 
 SPEEDS = st.lists(st.one_of(st.none(), st.floats(1.0, 1e6)), max_size=12)
 
@@ -42,9 +42,8 @@ def test_a_fleet_that_is_slow_as_a_whole_has_no_outlier_more(
     assert outliers(scaled) == outliers(speeds)
 
 
-def fleet(num: int, policy: PolicyName = "round_robin") -> Fleet:
-    urls = tuple(f"http://p{number}:1" for number in range(num))
-    return Fleet(RouterSettings(prefill_urls=urls, decode_urls=("http://d:1",), policy=policy))
+def fleet(num: int) -> Fleet:
+    return fleet_of(num, 1, policy="round_robin")
 
 
 def chosen(routed: Fleet, now_s: float, count: int = 400) -> list[int]:

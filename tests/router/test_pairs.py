@@ -80,16 +80,6 @@ async def test_engines_are_compared_before_the_first_request() -> None:
     assert got == {"A"}
 
 
-async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
-    p, d = engine(lends, "p", architecture="model B"), engine(says("A"), "d")
-    async with system([p], [d]) as s:
-        answer = await s.complete()
-        state = (await s.client.get("/fleet")).json()
-    assert answer.headers["x-baton-prefill"] == "local"
-    assert not p.calls
-    assert "model B" in state["engines"]["prefill"][0]["refused"]
-
-
 TEXTS_DIFFER = (
     "different tokenizers, chat templates, or tokens that end an answer: they read a text differently"
 )

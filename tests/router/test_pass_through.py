@@ -11,7 +11,7 @@ from baton.http.auth import AuthSettings, Tenant
 from baton.http.settings import HttpSettings
 from baton.router.request.answers import LegAnswer
 from baton.router.request.pass_through import LACKS_S, PATHS, lacks_path
-from tests.event_loop import pass_time
+from tests.event_loop import pass_time, until
 from tests.router.fakes import (
     Call,
     FakeEngine,
@@ -190,8 +190,7 @@ async def test_a_client_that_leaves_ends_its_leg() -> None:
         await decode.was_called.wait()
         asking.cancel()
         await decode.saw_disconnect.wait()
-        while s.router.in_flight.num_requests:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: not s.router.in_flight.num_requests)
         assert s.router.fleet.engines[1].in_flight == 0
 
 

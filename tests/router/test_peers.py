@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from baton.router.fleet.peers import LATE_MAX_S, PEERS_MAX, SILENT_S, Message, N
 from baton.router.members.peers import PeerLink
 from baton.router.processes.app import Router
 from baton.router.values.settings import PeerSettings, RouterSettings
-from tests.event_loop import pass_time
+from tests.event_loop import pass_time, until
 from tests.router.fakes import FakeEngine, Servers, System, answers, hangs, lends, system
 from tests.router.test_turns import SESSION, keeps
 from tests.router.test_workers import WAIT_S, Workers, command_for
@@ -225,11 +225,6 @@ def link_of(router: Router) -> PeerLink:
     assert router.control is not None
     assert router.control.peers is not None
     return router.control.peers
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def loads(s: System) -> list[int]:

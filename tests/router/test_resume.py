@@ -12,6 +12,7 @@ from baton.router.request.tokens.continuation import continuation_body
 from baton.router.request.tokens.first_tokens import FirstTokens
 from baton.router.request.tokens.stream import TokenRecord, is_engines_error
 from baton.router.values.identity import Kind
+from tests.event_loop import until
 from tests.router.baton_fakes import Streamed, baton, event, introduced_system, speaker, stream
 from tests.router.fakes import Call, FakeEngine, System
 from tests.router.test_continuation import IDS, MODES, PATHS, check_is_one_engines, request
@@ -100,8 +101,7 @@ async def test_an_engine_that_drains_hands_its_streams_over(other: Any) -> None:
     slow, d = baton("d0", rest_gate=gate), baton("d1") if other is baton else vllm()
     async with introduced_system([baton("p")], [d, slow], policy="round_robin") as s:
         asking, engine = asyncio.create_task(stream(s)), s.router.fleet.engines[2]
-        while not any(wait.has_begun for wait in engine.waits):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: any(wait.has_begun for wait in engine.waits))
         s.router.fleet.drain(engine, 1e9, is_leaving=False)
         s.router.fleet.hand_over(engine, 1e9)
         if other is not baton:

@@ -16,19 +16,15 @@ from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.shortlist import NUM_HOMES, SMALL
 from baton.router.values.identity import ModelCard
-from baton.router.values.settings import PolicyName, RouterSettings
+from baton.router.values.settings import PolicyName
+from tests.router.fleets import decoders, fleet_of
 
 NUM_ENGINES, NUM_REQUESTS = 400, 1_200
 POLICIES: list[PolicyName] = ["least_in_flight", "prefix_affinity", "cost", "round_robin"]
 
 
 def make_fleet(policy: PolicyName, num_engines: int = NUM_ENGINES) -> Fleet:
-    urls = tuple(f"http://d{number}:1" for number in range(num_engines))
-    return Fleet(RouterSettings(prefill_urls=("http://p:1",), decode_urls=urls, policy=policy))
-
-
-def decoders(fleet: Fleet) -> list[Engine]:
-    return [one for one in fleet.engines if one.role == "decode"]
+    return fleet_of(1, num_engines, policy=policy)
 
 
 def choose(fleet: Fleet, request: RoutedRequest, now_s: float = 0.0) -> Engine:

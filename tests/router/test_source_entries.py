@@ -24,10 +24,10 @@ from baton.http.registration import PATH
 from baton.router.members.reader import LOOK_S, REFUSED_MAX, REGISTRATIONS, TTL_S, Source
 from baton.router.members.sources.file import FileSource
 from baton.router.members.sources.kubernetes import Rule
-from tests.event_loop import pass_time
+from tests.event_loop import pass_time, until
 from tests.router.fakes import FakeEngine, System, answers, lends, system
 from tests.router.test_kubernetes import ApiServer, cluster, slice_of
-from tests.router.test_sources import LOCAL, SERVERS, key_server, metric, urls, wait_until
+from tests.router.test_sources import LOCAL, SERVERS, key_server, metric, urls
 
 PORTS = (8201, 8202)  # The two entries that can be read have these.
 
@@ -118,7 +118,7 @@ class Kubernetes(World):
 
     async def publish(self, s: System | None, ports: tuple[int, ...], *, has_odd: bool) -> None:
         if s is not None:
-            await wait_until(lambda: bool(self._api._watches))  # The API server repeats no event.
+            await until(lambda: bool(self._api._watches))  # The API server repeats no event.
         wanted = {
             f"s{port}": slice_of(f"s{port}", "127.0.0.1", ports=[{"name": "http", "port": port}])
             for port in ports
@@ -218,7 +218,7 @@ async def test_an_entry_that_cannot_be_read_costs_only_itself(
         async with router_of(world) as s:
             if world.source is None:
                 await world.publish(s, PORTS[:1], has_odd=True)
-            await wait_until(lambda: first in urls(s))
+            await until(lambda: first in urls(s))
             found = await until_state(s, world, "degraded")
             ((name, why),) = found["skipped"].items()
             assert world.shown in name

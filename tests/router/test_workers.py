@@ -26,7 +26,7 @@ from tests.router.fakes import FakeEngine, Servers, answers, dead_url, lends
 from tests.router.test_drain import ASKED, EVENT, streams
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-FORKS = pytest.mark.usefixtures("forked_programs")  # It holds until the end of the module.
+FORKS = pytest.mark.usefixtures("forked_programs")  # The fixture stays until the end of the module.
 
 WAIT_S = 60.0  # The longest that anything here may take on a busy machine.
 

@@ -23,6 +23,7 @@ from baton.server.registration import Registrar, place_of
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, run
 from baton.server.service import check_common_params
 from baton.server.settings import ServeSettings
+from tests.event_loop import until
 from tests.router.fakes import Servers
 from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
 
@@ -121,8 +122,7 @@ async def test_it_registers_with_its_key_and_leaves_before_it_refuses_requests()
 
     process = Process(ScriptedEngine(), new_registrar=new_registrar)
     url = await process.url
-    while not heard:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(heard))
     stop_this_process()
     assert await process.exit == EXIT_STOPPED
     assert [one[0] for one in heard] == [
