@@ -30,15 +30,6 @@ def test_retries_of_a_window_are_a_share_of_its_requests(steps: list[tuple[float
         assert num_retries <= SHARE * num_requests + 2 * PER_S * WINDOW_S
 
 
-def test_when_all_fail_only_a_share_is_tried_again() -> None:
-    budget, rate = RetryBudget(), 100
-    taken = []
-    for number in range(60 * rate):
-        budget.note_request(number / rate)
-        taken.append(budget.take(number / rate))
-    assert sum(taken[-20 * rate :]) / (20 * rate) < SHARE + 2 * PER_S / rate
-
-
 def test_a_few_requests_are_always_tried_again() -> None:
     budget = RetryBudget()
     for number in range(100):

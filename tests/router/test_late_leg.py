@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
@@ -95,19 +94,14 @@ async def held_until_p_answers(p: FakeEngine, d: FakeEngine, **body: Any) -> Any
         assert d.calls == []
         gate.set()
         got = await asking
-        assert await pushes(s) == {"after": 1}
+        assert num_pushes(s, "after") == 1
         return got
 
 
-async def pushes(s: System) -> dict[str, float]:
-    """Numbers of pushes, by when the decode leg left."""
-    text = (await s.client.get("/metrics")).text
-    return {
-        sample.labels["decode_leg"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "baton:router_pushes_total"
-    }
+def num_pushes(s: System, decode_leg: str) -> float | None:
+    """Number of pushes whose decode leg left then."""
+    name = "baton:router_pushes_total"
+    return s.router.metrics.registry.get_sample_value(name, {"decode_leg": decode_leg})
 
 
 async def test_p_answers_first_and_d_goes_on_behind_it() -> None:
@@ -135,7 +129,7 @@ async def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
         await d.was_called.wait()
         gate.set()
         check_is_one_engines(await asking)
-        assert await pushes(s) == {"late": 1}
+        assert num_pushes(s, "late") == 1
     (leg,) = vllm_speaker(d).legs
     assert leg["max_tokens"] == 3
     assert leg["kv_transfer_params"]["baton_introduction"] == "signed 0"

@@ -167,18 +167,6 @@ async def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(i
         assert (pair["usable"], pair["handed_over"], pair["reason"]) == (True, 3, None)
 
 
-@pytest.mark.parametrize(
-    "counts",
-    ["total=100; local=96; transferred=0", "total=100; local=0; transferred=7", "nonsense", ""],
-)
-async def test_a_prompt_that_d_had_already_says_nothing_against_the_pair(counts: str) -> None:
-    p, d = engine(lends, "p"), engine(computes(counts), "d")
-    async with system([p], [d], first_token=False) as s:
-        for _ in range(FAILURES_TO_STOP + 1):
-            assert (await s.complete()).headers["x-baton-prefill"] == "remote"
-    assert not p.taken_back
-
-
 async def test_links_that_broke_are_shown_by_engine_and_peer() -> None:
     d = engine(answers, "d")
     d.card["lost_links"] = {"p": 3}

@@ -294,14 +294,24 @@ def test_failures_count_for_the_model_that_the_request_names() -> None:
     assert engine.answers["adapter"].tally(2.0, 10.0) == (1, 1)
 
 
-@pytest.mark.parametrize(("num_loaded", "outcome"), [(0, "computed"), (99, "handed_over")])
-def test_what_the_decode_engine_has_loaded_is_counted_for_the_pair(num_loaded: int, outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("counts", "outcome"),
+    [
+        ("total=100; local=0; transferred=0", "computed"),
+        ("total=100; local=0; transferred=99", "handed_over"),
+        ("total=100; local=0; transferred=7", "handed_over"),
+        ("total=100; local=96; transferred=0", None),  # D had it already.
+        ("nonsense", None),
+        ("", None),
+    ],
+)
+def test_what_the_decode_engine_has_loaded_is_counted_for_the_pair(counts: str, outcome: str | None) -> None:
     run = Run()
     run.prefill()
-    headers = {**JSON, "x-baton-prompt": f"total=100; local=0; transferred={num_loaded}"}
+    headers = {**JSON, "x-baton-prompt": counts}
     body = b'{"choices": [{"text": "abc", "finish_reason": "stop"}]}'
     run.on(Opened(run.leg("decode"), LegAnswer(200, headers, body)))
-    assert run.counts("handoffs") == [("http://p1", "http://d0", outcome)]
+    assert run.counts("handoffs") == ([] if outcome is None else [("http://p1", "http://d0", outcome)])
     assert len(run.all(TakeBack)) == (outcome == "computed")
 
 

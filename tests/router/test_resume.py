@@ -121,26 +121,14 @@ async def test_what_vllm_cannot_continue_exactly_ends_with_an_error() -> None:
 
 @pytest.mark.parametrize("code", [503, "aborted", 400])
 async def test_an_engine_that_reports_an_error_of_its_own_is_replaced(code: int | str) -> None:
-    p, failing, d = baton("p"), baton("d0"), baton("d1")
-    whole = failing.respond
+    p, d = baton("p"), baton("d1")
 
     async def fails(call: Call) -> None:
-        assert callable(whole)
-        piece, num = call.piece, 0
+        first = chunk(text="H", token_ids=[TOKENS[0]])
+        error = event({"error": {"message": "aborted", "code": code}})
+        await call.stream(first, error, b"data: [DONE]\n\n")
 
-        async def some(data: bytes, *, more: bool = True) -> None:
-            nonlocal num
-            num += 1
-            if num == 2:
-                await piece(event({"error": {"message": "aborted", "code": code}}))
-                await piece(b"data: [DONE]\n\n", more=False)
-            elif num < 2:
-                await piece(data, more=more)
-
-        call.piece = some  # type: ignore[method-assign]
-        await whole(call)
-
-    failing.respond = fails
+    failing = FakeEngine(fails, introduces_as="d0")
     async with introduced_system([p], [failing, d], policy="round_robin") as s:
         got = await broken_once(s, failing)
     if code == 400:

@@ -446,18 +446,3 @@ async def test_engines_register_for_two_routers_and_an_empty_registry_empties_no
             assert await first_of(source()) == frozenset()
             await registrar.close()
     await servers.stop()
-
-
-@pytest.mark.parametrize("kind", SERVERS)
-async def test_a_key_that_is_no_registration_costs_only_itself(kind: str, tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    async with key_server(kind, tmp_path, port):
-        url = f"redis://:secret@127.0.0.1:{port}/0"
-        async with redis.asyncio.Redis.from_url(url) as client:
-            for number, value in enumerate((b"nonsense", b'{"instance": "http://a/v1", "type": "decode"}')):
-                await client.set(f"baton:member:decode:{number}", value)
-            good = b'{"instance": "10.0.0.1:8200", "type": "decode", "future": 1}'
-            await client.set("baton:member:decode:2", good)
-        source = source_of(url)
-        assert source is not None
-        assert await first_of(source) == {Member("decode", "http://10.0.0.1:8200")}
