@@ -1,5 +1,6 @@
 """Updates of weights, engine by engine: all engines serve, and neither KV nor streams cross versions."""
 
+import asyncio
 from itertools import permutations
 from typing import Any
 
@@ -18,7 +19,8 @@ from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.turns import Turn, TurnTable
 from baton.router.values.identity import Introduced, weights_of
 from baton.router.values.settings import RouterSettings
-from tests.router.baton_fakes import Speaker, baton, introduced_system, stream
+from tests.event_loop import until
+from tests.router.baton_fakes import Speaker, baton, introduced_system, speaker, stream
 from tests.router.fakes import TICKET, Call, FakeEngine, System
 from tests.router.test_pairs import KV_IDENTITY, engine
 from tests.router.test_replica import Router
@@ -183,6 +185,26 @@ def speaking(name: str, version: str, **fields: Any) -> FakeEngine:
     fake = baton(name, **fields)
     fake.card = {"served_model_name": "m", "kv_identity": {**KV_IDENTITY, "version": version}}
     return fake
+
+
+async def test_a_stream_whose_engine_was_updated_meanwhile_is_not_continued() -> None:
+    """The stream's tokens may be of two versions, and no other engine has both."""
+    gate = asyncio.Event()
+    slow, others = (
+        speaking("d0", "1", rest_gate=gate, dies_after=2),
+        [speaking("d1", "1"), speaking("d2", "2")],
+    )
+    async with introduced_system([speaking("p", "9")], [slow, *others], policy="round_robin") as s:
+        asking: list[asyncio.Task[Any]] = []
+        while not slow.calls:
+            asking.append(asyncio.create_task(stream(s)))
+            await asyncio.wait([asking[-1]], timeout=0) if slow.calls else await s.client.get("/fleet")
+        await until(lambda: any(wait.has_begun for wait in known(s, slow).waits))
+        await update(s, slow, version="2")
+        gate.set()
+        answers = [await one for one in asking]
+    assert [got.text for got in answers if got.error] == ["Hi"]
+    assert not any(leg.get("baton_output_token_ids") for one in others for leg in speaker(one).legs)
 
 
 async def test_a_second_prefill_of_other_weights_does_not_end_an_answer() -> None:
