@@ -351,6 +351,16 @@ def test_unmatched_prefills_and_wants_leave_no_records() -> None:
     assert producer.next_deadline == float("inf")
 
 
+def test_a_want_gets_the_ticket_of_its_own_transfer() -> None:
+    """Another prefill of the same prompt has ended before."""
+    producer = PushProducer(T)
+    for transfer_id in (X, TransferId("y")):
+        producer.expect(transfer_id, HASH, 8, 0.0)
+    producer.finished(TransferId("y"), "of y", 1.0)
+    assert answers(producer, Want(X, 1, HASH, 8), 2.0) == [Working(X, 1)]
+    assert [send.message for send in producer.finished(X, "of x", 3.0)] == [Finished(X, 1, 1, "of x")]
+
+
 def test_a_computing_prefill_is_never_forgotten() -> None:
     producer = PushProducer(T)
     producer.expect(X, HASH, 8, 0.0)
