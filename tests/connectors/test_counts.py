@@ -13,6 +13,7 @@ from baton.connectors.storage.memory.stats import OffloadStats
 from baton.connectors.storage.stores.stats import StorageStats
 from baton.contract import KVConnectorStats
 from baton.core.config import KVTransferConfig
+from baton.stores.backends.sweep import Swept
 from tests.connectors.pull_world import engine_config
 
 
@@ -40,7 +41,7 @@ def storage_stats() -> KVConnectorStats:
     of_rank, of_scheduler = StorageStats(), StorageStats()
     of_rank.add(loaded_chunks=2, loaded_bytes=100, load_s=0.5)
     of_rank.add_for("failures", "corrupt")
-    of_scheduler.set_kept(7, 700)
+    of_scheduler.add_swept(Swept(7, 700))
     of_scheduler.add_for("failures", "corrupt", 2)
     whole = of_rank.aggregate(of_scheduler)
     assert whole.reduce()["loaded chunks"] == 2
