@@ -1,5 +1,6 @@
 """Models, engines and the world of pull. A file that needs others defines its own."""
 
+import logging
 from collections.abc import Iterator
 from functools import cache
 
@@ -7,6 +8,7 @@ import pytest
 
 from baton.checkpoints.checkpoint import load_model_config
 from baton.checkpoints.random_model import write_checkpoint
+from baton.connectors.storage.stores import lookup_thread
 from baton.core.config import ModelConfig
 from baton.engine.llm import LLM
 from tests.connectors.engine_world import (
@@ -58,3 +60,20 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.close()
+
+
+class RaisesErrors(logging.Handler):
+    """Raises the exceptions that are logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            raise record.exc_info[1]
+
+
+@pytest.fixture(scope="module")
+def failed_lookups_raise() -> Iterator[None]:
+    """A lookup with a bug finds nothing in an engine. In a world without threads it fails the test."""
+    handler = RaisesErrors()
+    lookup_thread.logger.addHandler(handler)
+    yield
+    lookup_thread.logger.removeHandler(handler)

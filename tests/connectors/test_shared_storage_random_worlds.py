@@ -32,6 +32,8 @@ from tests.connectors.storage_world import files_in
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import BLOCK, engine_config, engine_request
 
+pytestmark = pytest.mark.usefixtures("failed_lookups_raise")
+
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
 NUM_LAYERS = 3  # Layers in a world that loads by layers.
 

@@ -23,6 +23,8 @@ from tests.connectors.test_shared_storage_random_worlds import STEMS, StorageWor
 from tests.connectors.weights_world import NAMES, ChangesWeights
 from tests.engine_sched.world import engine_request
 
+pytestmark = pytest.mark.usefixtures("failed_lookups_raise")
+
 
 class LateCopies(ListCopies):
     """Copies whose ends are reported in the next step."""
