@@ -45,7 +45,7 @@ STATE_BYTES = 4 * (
 BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # A layer's block: tokens, heads, K and V, elements, float32.
 ZEROING = """
 from baton.connectors.pull.reads.cache_layout import is_of_states
-from baton.hosts.vllm.{module} import {connector}
+from baton.hosts.vllm.connector import {connector}
 from baton.hosts.vllm.states import with_states_as_bytes
 
 
@@ -179,9 +179,9 @@ def fill_pool(engine: Server) -> None:
         engine.tokens(FILLER, cache_salt=salt, max_tokens=1)
 
 
-def zeroing(module: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def zeroing(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The settings `config`, with a connector that stores zeros for states."""
-    program = ZEROING.format(module=module, connector=config["kv_connector"])
+    program = ZEROING.format(connector=config["kv_connector"])
     (folder / "zeroing.py").write_text(program)
     return {**config, "kv_connector": "Zeroing", "kv_connector_module_path": "zeroing"}
 
@@ -190,7 +190,7 @@ def test_states_return_from_host_memory(
     granite: Site, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     config = transfer("BatonOffloadConnector", "kv_both", "o", extra={"cpu_gib": 0.1})
-    of_zeros = zeroing("offload", tmp_path, config)
+    of_zeros = zeroing(tmp_path, config)
     engines = granite.cast(
         "offload",
         VllmPlan("o", config, extra=SMALL_POOL),
@@ -216,7 +216,7 @@ def test_states_return_from_a_folder_after_a_restart(
         extra = {"path": str(tmp_path / folder)}
         config = transfer("BatonSharedStorageConnector", "kv_both", name, extra=extra)
         if name == "zeros":
-            config = zeroing("shared_storage", tmp_path, config)
+            config = zeroing(tmp_path, config)
         return VllmPlan(name, config, extra=ALIGNED, path=(str(tmp_path),))
 
     engines = granite.cast("storage", plan("a", "kv"), plan("zeros", "zeros"))
