@@ -1,7 +1,7 @@
 """Simulated worlds: one event queue, one seed, many faults, and a checker for each invariant.
 
-    kernel     clock, faults, reads, wires, lies, the course of a world, campaigns
-    hosts      whole engines, with connectors and router
+    kernel     clock, faults, reads, lies, campaigns
+    host       whole engines, with connectors and router, their wires, and the course of a world
     checkers   one for each invariant
     mutants    production with one guard taken away
 

@@ -1,10 +1,10 @@
 """The campaign of simulated worlds, and the seeds that failed once."""
 
-from lab.sim.hosts.full.scenario import FullScenario
+from lab.sim.host.scenario import Scenario
 from lab.sim.kernel.runs import Campaign
-from lab.sim.mutants.full import MUTANTS
+from lab.sim.mutants.guards import MUTANTS
 
-WORLDS = Campaign(FullScenario, MUTANTS)
+WORLDS = Campaign(Scenario, MUTANTS)
 FAILED: dict[str, dict[int, str]] = {
     "pull": {
         0: "a loan kept the blocks that the last chunk of its prompt saw in a window, for no reader",

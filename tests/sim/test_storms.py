@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from lab.sim.checkers.violation import Violation
-from lab.sim.hosts.full.scenario import EVENTS_MAX, FullScenario
+from lab.sim.host.scenario import EVENTS_MAX, Scenario
 from lab.sim.kernel.faults import HEALTHY
 from lab.sim.kernel.runs import MODES
 from lab.sim.kernel.world import World
@@ -14,7 +14,7 @@ LEAVE_SHARE = 0.8
 SEEDS = {"pull": (*range(40), 247, 281, 430), "push": (*range(40), 41, 155, 202)}
 
 
-class Storm(FullScenario):
+class Storm(Scenario):
     takes_back_unseen = True
 
     def new_world(self, seed: int, *, traced: bool) -> World:

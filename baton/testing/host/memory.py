@@ -118,7 +118,7 @@ class RankMemory:
         self._flat[start : start + len(words)] = words
         self._flat_writers[start : start + len(words)] = writer
 
-    def scribble(self, offset: int, nbytes: int, writer: int, *, is_torn: bool) -> None:
+    def scribble(self, offset: int, nbytes: int, writer: int) -> None:
         self.land(offset, JUNK.to_bytes(WORD_BYTES, "little") * (nbytes // WORD_BYTES), writer)
 
     def flipped(self, rng: random.Random, part: bytes) -> bytes:

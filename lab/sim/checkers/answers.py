@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.clients import Ask
+    from lab.sim.host.clients import Ask
 
 
 def check_tokens(ask: Ask) -> None:

@@ -11,7 +11,7 @@ from baton.protocol.pull_consumer import State
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
     from lab.sim.kernel.process import Process
 
 TIMER_LATE_MAX_S = 0.6

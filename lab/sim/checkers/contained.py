@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import PeerError
 from baton.core.reasons import FailureCode
-from baton.protocol.messages import Envelope, decode_envelope
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
 
 
 @contextmanager
@@ -26,14 +24,6 @@ def guarded() -> Iterator[None]:
         raise
     except Exception as crash:  # Any exception is the finding.
         raise Violation("I6", f"an engine died of {type(crash).__name__}", str(crash)) from crash
-
-
-def decode_or_none(frame: bytes) -> Envelope | None:
-    """A hostile frame may cause PeerError only. The guard reports any other exception."""
-    try:
-        return decode_envelope(frame)
-    except PeerError:
-        return None
 
 
 def check_serves(num_false: int) -> None:

@@ -16,7 +16,7 @@ from lab.sim.checkers.violation import Violation
 if TYPE_CHECKING:
     from baton.engine.scheduling.remote_kv import Load
     from baton.testing.host.model import Words
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
 
 
 def check_load(engine: Engine, load: Load) -> None:

@@ -6,7 +6,7 @@ from baton.core.ids import LoanId
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
     from lab.sim.kernel.reads import Write
 
 

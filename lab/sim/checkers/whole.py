@@ -10,8 +10,8 @@ from baton.protocol.ticket import open_ticket
 from lab.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.engine import Engine
-    from lab.sim.hosts.full.processes import Process as RouterProcess
+    from lab.sim.host.engine import Engine
+    from lab.sim.host.processes import Process as RouterProcess
     from lab.sim.kernel.process import Process
     from lab.sim.kernel.reads import Write
 

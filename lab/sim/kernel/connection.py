@@ -10,7 +10,7 @@ can copy a MAC; it cannot make one. A message that does not verify ends the conn
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,9 +141,3 @@ class Connection:
 
     def _renumbered(self, rng: random.Random, old: DataAnswer, answer: DataAnswer) -> DataAnswer:
         return old._replace(counter=answer.counter) if rng.random() < 0.5 else old
-
-
-def flip_one(rng: random.Random, payload: Sequence[Any], junk: Any) -> tuple[Any, ...]:
-    """The payload with one element turned into junk."""
-    at = rng.randrange(len(payload))
-    return (*payload[:at], junk, *payload[at + 1 :])

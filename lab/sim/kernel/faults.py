@@ -79,7 +79,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
 
 Choices = Mapping[str, Sequence[Any]]
 HEALTHY = Faults(delay_mean_s=0.002, read_mean_s=0.01, leg_delay_s=0.005, cancel_mean_s=0.05)
-FULL: Choices = {
+DRAWN: Choices = {
     "loss": [0.0, 0.0, 0.05, 0.4],
     "duplicate": [0.0, 0.3],
     "delay_mean_s": [0.001, 0.02, 0.8],
@@ -117,13 +117,13 @@ LIES: Choices = {  # Drawn in every second world.
     "clock_steps": [0.0, 0.5],
     "hung_steps": [0.0, 0.0, 0.02],
 }
-FULL_ROUTER: Choices = {
+ROUTER: Choices = {
     "router_stops": [0.0, 0.0, 1.0],
     "door_refuses": [0.0, 0.0, 0.1],
     "door_cuts": [0.0, 0.5],
 }
 UPDATES: Choices = {"updates": [0, 0, 0, 0, 1, 3]}
-FULL_PROTOCOL: Choices = {  # Hard cases of the handoff's machines, drawn from a generator of their own.
+PROTOCOL: Choices = {  # Hard cases of the handoff's machines, drawn from a generator of their own.
     "again": [0.0, 0.0, 0.5],
     "ambush": [0.0, 0.0, 0.3],
     "cancel_mean_s": [0.05, 0.05, 1.0],
@@ -133,4 +133,4 @@ FULL_PROTOCOL: Choices = {  # Hard cases of the handoff's machines, drawn from a
     "rank_deaths": [0.0, 0.0, 0.5],
     "read_slow": [0.0, 0.0, 0.4],
 }
-FULL_COPIES: Choices = {"copy_mean_s": [0.001, 0.05, 0.5], "copy_error": [0.0, 0.3]}
+COPIES: Choices = {"copy_mean_s": [0.001, 0.05, 0.5], "copy_error": [0.0, 0.3]}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from baton.core.ids import Address
 from baton.core.timers import Timers
@@ -11,27 +11,20 @@ from lab.sim.kernel.timers import SIM_TIMERS
 from lab.sim.kernel.world import World
 
 if TYPE_CHECKING:
-    from lab.sim.kernel.reads import Memory
+    from baton.testing.host.memory import RankMemory
+    from lab.sim.host.pool import WatchedPool
 
 NEVER = float("inf")
 SOON_S = 1e-5
 
 
-class Pool(Protocol):
-    @property
-    def generation(self) -> Sequence[int]:
-        """How often each block was freed. A block with another generation has another content."""
-
-    def is_held(self, block_id: int, /) -> bool: ...
-
-
 class Process:
     address: Address
-    pool: Pool
+    pool: WatchedPool
     lends: bool
     fetches_kv: bool
     num_ranks: int
-    memories: Sequence[Memory]  # Memories by rank.
+    memories: list[RankMemory]  # Memories by rank.
     is_slow = False  # True: its reads are slow.
 
     def __init__(
@@ -43,10 +36,6 @@ class Process:
         self.is_alive = True
         self._paused_until = -NEVER
         self._never_before = -NEVER  # The clock has shown this time, and does not go back.
-
-    def is_lent(self, blocks: Iterable[int], reader: object) -> bool:
-        """Whether these blocks are lent to this reader, or to any."""
-        return all(self.pool.is_held(block) for block in blocks)
 
     def clock(self) -> float:
         now = self.world.now * self.rate + self.skew_s
@@ -78,7 +67,4 @@ class Process:
         if self._paused_until > self.world.now:
             self.world.after(self.wakes_in_s, lambda: self.when_awake(action))
         else:
-            self.run_event(action)
-
-    def run_event(self, action: Callable[[], None]) -> None:
-        action()
+            action()

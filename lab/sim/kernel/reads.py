@@ -12,10 +12,9 @@ reads. A read is one request and one answer on this link in worlds where the wir
 from __future__ import annotations
 
 import enum
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from baton.core.ids import Pair
 from lab.sim.checkers import fenced
@@ -23,7 +22,8 @@ from lab.sim.kernel.connection import Connection
 from lab.sim.kernel.process import Process
 
 if TYPE_CHECKING:
-    from lab.sim.kernel.cluster import Cluster
+    from baton.testing.host.memory import RankMemory
+    from lab.sim.host.cluster import Cluster
 
 Copy = tuple[int, int, int]  # Local offset, remote offset, length.
 SLOW = 100.0
@@ -32,21 +32,6 @@ HANGS_S = (10.0, 60.0)
 CANCEL_MAX_S = 2.0
 TRIES = 2  # If an answer does not verify, the reader asks once more.
 STALL_S = 4.0  # The connection is lost after this silence of the owner.
-
-
-class Memory(Protocol):
-    """Memory of one rank, as a wire sees it. A part is what lies in a run of it."""
-
-    offset_bits: tuple[int, int]  # Lowest bit of an offset that a wire flips, and the one after the last.
-
-    def has(self, offset: int, length: int) -> bool: ...
-    def fetch(self, offset: int, length: int) -> Any: ...
-    def land(self, offset: int, part: Any, writer: int) -> None: ...
-    def scribble(self, offset: int, length: int, writer: int, *, is_torn: bool) -> None:
-        """Write garbage. Torn bytes are neither the old nor the new ones."""
-
-    def flipped(self, rng: random.Random, part: Any) -> Any:
-        """The part with an error in it."""
 
 
 class Fate(enum.Enum):
@@ -210,7 +195,7 @@ class ReadNetwork:
         else:
             self._end(read, None if is_whole else "the wire broke")
 
-    def _source_of(self, read: Read) -> Memory | None:
+    def _source_of(self, read: Read) -> RankMemory | None:
         owner = read.source
         if not owner.is_alive:
             owner = self._cluster.hosts[owner.name]
@@ -219,7 +204,7 @@ class ReadNetwork:
             read.tear("read from a successor")
         return owner.memories[read.ranks.producer_rank]
 
-    def _copy(self, read: Read, source: Memory, up_to: int) -> None:
+    def _copy(self, read: Read, source: RankMemory, up_to: int) -> None:
         fenced.check_landing(read)
         target = read.consumer.memories[read.ranks.consumer_rank]
         for local, remote, length in read.copies[read.num_copied : up_to]:
@@ -229,7 +214,7 @@ class ReadNetwork:
             target.land(local, part, read.number)
             read.num_copied += 1
 
-    def _exchange(self, read: Read, source: Memory) -> str | None:
+    def _exchange(self, read: Read, source: RankMemory) -> str | None:
         """Request and answer on a wire that lies. Returns the error; then the link is lost."""
         world, rng, link, lies = self.world, self.world.rng_of_lies, read.link, self.world.faults.read_lies
         target = read.consumer.memories[read.ranks.consumer_rank]
@@ -238,7 +223,7 @@ class ReadNetwork:
         def flip_offset(run: tuple[int, int]) -> tuple[int, int]:
             return run[0] ^ 1 << rng.randrange(*source.offset_bits), run[1]
 
-        def flip_payload(payload: tuple[Any, ...]) -> tuple[Any, ...]:
+        def flip_payload(payload: tuple[bytes, ...]) -> tuple[bytes, ...]:
             at = rng.randrange(len(payload))
             return (*payload[:at], source.flipped(rng, payload[at]), *payload[at + 1 :])
 
@@ -267,7 +252,7 @@ class ReadNetwork:
         generation = read.source.pool.generation
         if read.origin_generations != [generation[block] for block in read.origins]:
             read.tear("the source was freed while it was read")
-        elif not read.source.is_lent(read.origins, read.owner):
+        elif not all(read.source.pool.is_held(block) for block in read.origins):
             read.tear("the source was not held")
 
     # --- Ends -------------------------------------------------------------------------------------
@@ -301,6 +286,6 @@ class ReadNetwork:
             fenced.check_landing(read)
             memory = read.consumer.memories[read.ranks.consumer_rank]
             for local, _, length in read.copies:
-                memory.scribble(local, length, read.number, is_torn=read.ok)
+                memory.scribble(local, length, read.number)
         self.world.note(read.consumer.name, f"read {read.number} ended: {error or 'ok'}")
         read.on_end(error)

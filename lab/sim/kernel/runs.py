@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from baton.core.errors import UserError
 from lab.sim.checkers import contained
 from lab.sim.checkers.violation import Violation
+from lab.sim.host.scenario import Scenario
 from lab.sim.kernel.parts import PRODUCTION, Parts
-from lab.sim.kernel.scenario import Scenario
 
 MODES = ("pull", "push")
 

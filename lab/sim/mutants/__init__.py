@@ -3,7 +3,7 @@
     machines    protocol machines without a guard
     halves      scheduler halves without a guard
     weights     engines that use KV of other weights
-    full        all mutants, by mode and guard
+    guards      all mutants, by mode and guard
 
 A mutant is the production parts with one replaced. Production code cannot switch a guard off.
 """

@@ -26,7 +26,7 @@ from lab.sim.checkers import fenced
 from lab.sim.kernel.reads import Write
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
 
 FENCE_MIN_S = 1.0  # A wait with a shorter timeout does not end a copy.
 

@@ -12,14 +12,13 @@ from baton.connectors.storage.memory.settings import OffloadSettings
 from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
 from baton.testing.host.model import STATE, Windows, model_of
-from lab.sim.hosts.full.engine import Engine
-from lab.sim.hosts.full.host_spec import HostSpec
-from lab.sim.hosts.full.port import Port
-from lab.sim.hosts.full.updates import EngineUpdates
-from lab.sim.hosts.full.wire import FullWire
-from lab.sim.kernel.cluster import Cluster as BaseCluster
+from lab.sim.host.engine import Engine
+from lab.sim.host.host_spec import HostSpec
+from lab.sim.host.port import Port
+from lab.sim.host.updates import Updates
+from lab.sim.host.wire import Way, Wire
 from lab.sim.kernel.parts import Parts
-from lab.sim.kernel.process import Process
+from lab.sim.kernel.reads import ReadNetwork
 from lab.sim.kernel.timers import SIM_TIMERS
 from lab.sim.kernel.world import World
 
@@ -59,18 +58,24 @@ def with_states(rng: random.Random, windows: Windows) -> Windows:
     return tuple(STATE if layer in chosen else window for layer, window in enumerate(windows))
 
 
-class Cluster(BaseCluster):
-    hosts: dict[str, Engine]  # type: ignore[assignment]
-    wire: FullWire
-
+class Cluster:
     def __init__(self, world: World, parts: Parts, mode: str) -> None:
-        super().__init__(world, parts, mode)
-        self.wire = FullWire(self)
+        self.world, self.parts, self.mode = world, parts, mode
+        self.is_push = mode == "push"
+        self.hosts: dict[str, Engine] = {}  # The latest incarnation of each host, by name.
+        self.producers: list[str] = []
+        self.consumers: list[str] = []
+        self.reads = ReadNetwork(self)
+        self.liar: str | None = None  # The faulty member of the cluster.
+        self.lied_at = -1.0  # Time of its last lie.
+        # True: the liar sent a false Welcome. Peers may refuse its ranks until it restarts.
+        self.has_false_ranks = False
+        self.wire = Wire(self)
         self.ports: dict[bytes, Port] = {}  # Ports by endpoint.
         # Called once a claim: D has claimed what this request fetches.
         self.on_claim: Callable[[Engine, str], None] = lambda engine, request_id: None
         self.on_boot: dict[str, list[Callable[[], None]]] = {}  # Actions by name of the engine that boots.
-        self.updates = EngineUpdates(self)
+        self.updates = Updates(self)
         rng = world.rng
         windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
         self.has_states = STATE in windows
@@ -187,6 +192,22 @@ class Cluster(BaseCluster):
         """Where this incarnation listens; empty if it does no longer."""
         return next((e.spec.url for e in self.hosts.values() if e.address == address), "")
 
+    def draw_rate(self) -> float:
+        """A rate within half of drift_max of 1, so that any two differ by less than drift_max."""
+        return 1 + self.world.rng.choice([-1, -1, 0, 1, 1]) * SIM_TIMERS.drift_max * 0.49
+
+    def draw_way(self) -> Way:
+        """A way between a P and a D, in either direction."""
+        rng = self.world.rng
+        way = (rng.choice(self.producers), rng.choice(self.consumers))
+        return way if rng.random() < 0.5 else way[::-1]
+
+    @property
+    def lost_ways(self) -> list[Way]:
+        """Lost ways from a P to a D."""
+        ways = self.reads.lost_ways
+        return [(p, d) for p, d in ways if p != d and p in self.producers and d in self.consumers]
+
     # --- Comings and goings -----------------------------------------------------------------------
 
     def _boot(self, spec: HostSpec, engine_id: EngineId) -> None:
@@ -197,8 +218,8 @@ class Cluster(BaseCluster):
         for action in self.on_boot.pop(spec.name, []):
             action()
 
-    def end(self, host: Process, down_s: float) -> None:
-        assert isinstance(host, Engine)
+    def end(self, host: Engine, down_s: float) -> None:
+        """End the process. Another one follows after this time. Its frames and reads are still under way."""
         host.die()
         del self.wire.stations[host.spec.url]
         engine_id = host.engine_id
@@ -207,6 +228,7 @@ class Cluster(BaseCluster):
         self.world.after(down_s, lambda: self._boot(host.spec, engine_id))
 
     def drain(self, name: str, for_s: float) -> None:
+        """Take no new request, and end when nothing is left, or after this time."""
         engine = self.hosts[name]
         if not engine.is_alive or engine.is_draining:
             return
@@ -230,3 +252,31 @@ class Cluster(BaseCluster):
         if engine.is_alive and engine.offload is not None:
             self.world.count("host memory reset")
             engine.offload.reset_cache()
+
+    def crash(self, name: str, down_s: float) -> None:
+        if self.hosts[name].is_alive:
+            self.world.count("crash")
+            self.end(self.hosts[name], down_s)
+
+    def pause(self, name: str, for_s: float) -> None:
+        self.world.count("pause")
+        self.hosts[name].pause(for_s)
+
+    def kill_rank(self, name: str) -> None:
+        host = self.hosts[name]
+        self.reads.rank_died(host, self.world.rng.randrange(host.num_ranks))
+
+    def partition(self, way: Way, for_s: float, *, both: bool) -> None:
+        self.world.count("partition")
+        self.wire.cut_off(way, for_s, both=both)
+
+    def step_clock(self, name: str) -> None:
+        """A lease assumes clocks of equal rate. A step forward at a consumer and a stop at a producer lose
+        time and keep the promise. The other directions would break the assumption."""
+        step_s = self.world.rng_of_lies.choice([0.5, 4.0, 30.0])
+        self.world.count("clock steps")
+        if self.hosts[name].fetches_kv:
+            self.hosts[name].step_clock(step_s)
+        else:
+            self.world.paused_s += step_s
+            self.hosts[name].step_clock(-step_s)

@@ -47,20 +47,19 @@ from baton.testing.host.model import EOS_IDS
 from baton.testing.host.ranks import Ranks
 from baton.testing.host.workers import WorkerSteps
 from lab.sim.checkers import bounded, contained, fenced, fresh, held, whole
-from lab.sim.hosts.full.counts import count_stats, count_update
-from lab.sim.hosts.full.host_spec import HostSpec, engine_config
-from lab.sim.hosts.full.layers import Reporter
-from lab.sim.hosts.full.offload import HostCopies, offload_identity
-from lab.sim.hosts.full.pool import WatchedPool
-from lab.sim.hosts.full.port import Port
-from lab.sim.hosts.full.updates import Core
-from lab.sim.hosts.full.wire import Station
-from lab.sim.kernel.layers import LayerReports
+from lab.sim.host.counts import count_stats, count_update
+from lab.sim.host.host_spec import HostSpec, engine_config
+from lab.sim.host.layers import LayerReports, Reporter
+from lab.sim.host.offload import HostCopies, offload_identity
+from lab.sim.host.pool import WatchedPool
+from lab.sim.host.port import Port
+from lab.sim.host.updates import Core
+from lab.sim.host.wire import Station
 from lab.sim.kernel.process import SOON_S, Process
 from lab.sim.kernel.windows import shortened
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.cluster import Cluster
+    from lab.sim.host.cluster import Cluster
 
 EMPTY_STEP_S = 0.0002
 NAP_S = 1.0  # Longest sleep without an event. Production sleeps less, which would show nothing more.
@@ -84,9 +83,6 @@ class Listener(Protocol):
 
 
 class Engine(Process):
-    pool: WatchedPool
-    memories: list[RankMemory]
-
     def __init__(self, cluster: Cluster, spec: HostSpec, engine_id: EngineId) -> None:
         super().__init__(cluster.world, spec.name, spec.rate, spec.skew_s, spec.timers)
         self.lends, self.fetches_kv = spec.is_producer, spec.is_consumer

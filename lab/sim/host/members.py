@@ -11,7 +11,7 @@ from baton.router.fleet.engine import Engine
 from baton.router.fleet.notes import Drains, Joined
 from baton.router.values.members import Join, Leave, Member, Membership, Order
 from baton.router.values.settings import Role
-from lab.sim.hosts.full.processes import Process
+from lab.sim.host.processes import Process
 from lab.sim.kernel.world import World
 
 SOURCE = "source"

@@ -7,9 +7,9 @@ from typing import Any
 
 from baton.engine.api import EngineOutput, EngineRequest
 from baton.router.values.errors import FailureKind
-from lab.sim.hosts.full.clients import Ask
-from lab.sim.hosts.full.cluster import Cluster
-from lab.sim.hosts.full.engine import Engine
+from lab.sim.host.clients import Ask
+from lab.sim.host.cluster import Cluster
+from lab.sim.host.engine import Engine
 
 IDLE_S = 20.0
 REPORTS_DEATH = 0.8  # How often the network reports the death of the other end; otherwise a timeout does.

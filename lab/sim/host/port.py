@@ -17,7 +17,7 @@ from lab.sim.kernel.reads import Copy, Read
 
 if TYPE_CHECKING:
     from baton.testing.host.memory import RankMemory
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from baton.router.fleet.replica import Replica
 from baton.router.fleet.turns import TurnTable
 from baton.router.fleet.view import FleetView
 from baton.router.values.settings import RouterSettings
-from lab.sim.hosts.full.peer_link import PeerLink
+from lab.sim.host.peer_link import PeerLink
 from lab.sim.kernel.world import World
 
 NOTE_S = 0.02

@@ -1,5 +1,7 @@
 """The control network with its faults, and the control port of each engine.
 
+Ways between engines lose, repeat, delay, alter and hold up frames. A faulty member sends false ones.
+
 Frames cross it signed and encoded, as in production. A way that was learnt from a ticket is a url and reaches
 the process that listens there now. A way that was learnt from a connection that came in dies with its peer.
 """
@@ -8,14 +10,17 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
 
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.control.thread import ControlThread, _Way
+from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
 from baton.core.ids import Address, EngineId
 from baton.protocol.messages import (
+    Announced,
     Envelope,
     Finished,
     Hello,
@@ -28,32 +33,92 @@ from baton.protocol.messages import (
 )
 from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control.channel import ControlChannel
+from lab.sim.host.host_spec import SECRET
 from lab.sim.kernel import lies
 from lab.sim.kernel.process import NEVER, SOON_S
-from lab.sim.kernel.wire import Wire, garbled
 from lab.sim.kernel.world import World
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.cluster import Cluster
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.cluster import Cluster
+    from lab.sim.host.engine import Engine
 
 AMBUSH_S = 8.0
 LAST_WORDS = {Renew, Renewed, Released, Want, Finished}
 MEDDLER_URL = "tcp://10.0.9.9:14600"
+TICKET_KEY = SECRET.derive(TICKET_KEY_PURPOSE)
+ABOUT_CONTENTS = (Announced, Finished, Renewed, Welcome)
+Way: TypeAlias = tuple[str, str]
 
 
-class FullWire(Wire):
-    # A prefix cache would spread a lie about contents of blocks to requests that the liar has no part in.
-    lies_about_contents = False
-    _cluster: Cluster
-
+class Wire:
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster)
+        self._cluster, self._world = cluster, cluster.world
+        self._cut: dict[Way, float] = {}  # Lost until then.
+        self._clogged: dict[Way, float] = {}  # Held up until then.
         self.stations: dict[str, Station] = {}  # Listeners by url.
         self.meddler = ProcessKey(b"a member of the cluster, faulty!")
         self.late_s = 0.0  # How much later the frame that is being sent arrives.
         self._dead_once: set[str] = set()
         self._claimed: set[tuple[Address, int]] = set()
+
+    def cut_off(self, way: Way, for_s: float, *, both: bool) -> None:
+        self._world.note("net", f"{way} is cut{' both ways' if both else ''} for {for_s} s")
+        for one in (way, way[::-1]) if both else (way,):
+            self._cut[one] = self._world.now + for_s
+
+    def clog(self, way: Way, for_s: float) -> None:
+        self._world.count("clog")
+        self._world.note("net", f"{way} is clogged for {for_s} s")
+        self._clogged[way] = self._world.now + for_s
+
+    def is_cut(self, way: Way) -> bool:
+        return bool(self._cut) and self._cut.get(way, 0.0) > self._world.now
+
+    def carry(
+        self,
+        way: Way,
+        frame: bytes,
+        arrive: Callable[[bytes], None],
+        late_s: float = 0.0,
+        *,
+        alter: Callable[[random.Random, bytes], bytes] | None = lies.altered,
+    ) -> None:
+        world, faults = self._world, self._world.faults
+        if self.is_cut(way):
+            return
+        if alter is not None and world.lies(faults.frame_lies):
+            frame = alter(world.rng_of_lies, frame)
+            world.count("frames altered by the wire")
+
+        def arrives() -> None:
+            if not self.is_cut(way):
+                arrive(frame)
+
+        free_in_s = max(0.0, self._clogged.get(way, 0.0) - world.now) if self._clogged else 0.0
+        if not world.chance(faults.loss):
+            world.after(free_in_s or world.spread(faults.delay_mean_s) + late_s, arrives)
+        if world.chance(faults.duplicate):
+            copy_late_s = world.rng.random() * faults.late_copy_s
+            world.after(free_in_s or world.spread(faults.delay_mean_s) + copy_late_s, arrives)
+
+    def as_sent(self, sender: str, envelope: Envelope) -> Envelope:
+        """A faulty member sends other values than its machines gave it."""
+        world, cluster = self._world, self._cluster
+        if sender != cluster.liar or not world.lies(world.faults.member_lies):
+            return envelope
+        # A prefix cache would spread a lie about contents of blocks to requests that the liar has no part in.
+        if any(isinstance(message, ABOUT_CONTENTS) for message in envelope.messages):
+            return envelope
+        others = [host.address for host in cluster.hosts.values() if host.address != envelope.sender]
+        sent = lies.untrue(world.rng_of_lies, envelope, TICKET_KEY, others)
+        world.count("lies of a member")
+        cluster.lied_at = world.now
+        if sent is None:
+            return envelope
+        cluster.has_false_ranks |= any(isinstance(message, Welcome) for message in sent.messages)
+        if world.trace is not None:
+            world.note(sender, f"lies: {sent.messages}"[:160])
+        return sent
 
     def draw_late_s(self, envelope: Envelope) -> float:
         """How late it arrives: a leg that comes again may overtake `Released`."""
@@ -95,6 +160,20 @@ class FullWire(Wire):
         self.carry(way, frame, arrive, self.late_s, alter=_altered)
         if world.chance(world.faults.malformed):
             self.carry(way, garbled(world.rng, frame), arrive, alter=None)
+
+
+def garbled(rng: random.Random, frame: bytes) -> bytes:
+    """Bytes that are most likely no envelope."""
+    match rng.randrange(4):
+        case 0:
+            return frame[: rng.randrange(len(frame))]
+        case 1:
+            return rng.randbytes(rng.randrange(40))
+        case 2:
+            return b"\x94\x02" + frame[2:]  # An envelope of another version.
+        case _:
+            at = rng.randrange(len(frame))
+            return frame[:at] + rng.randbytes(rng.randint(1, 9)) + frame[at + 1 :]
 
 
 def _altered(rng: random.Random, frame: bytes) -> bytes:

@@ -40,8 +40,8 @@ from baton.router.fleet.notes import Note, Probed
 from baton.router.fleet.peers import Peers
 from baton.router.fleet.replica import Replica
 from baton.router.values.settings import EngineKey
-from lab.sim.hosts.full.engine import Engine
-from lab.sim.hosts.full.port import Port
+from lab.sim.host.engine import Engine
+from lab.sim.host.port import Port
 from lab.sim.kernel.connection import Checks
 from lab.sim.kernel.parts import Parts, machines
 from lab.sim.kernel.windows import shortened

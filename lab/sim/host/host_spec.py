@@ -10,6 +10,7 @@ import msgspec
 from baton.connectors.storage.memory.settings import OffloadSettings
 from baton.core.config import (
     CacheConfig,
+    ClusterSecret,
     EngineConfig,
     KVTransferConfig,
     LoadFailurePolicy,
@@ -23,12 +24,12 @@ from baton.core.states import StatePart
 from baton.core.timers import Timers
 from baton.testing.host.config import model_config
 from baton.testing.host.model import CONTENT, STATE, Windows
-from lab.sim.kernel.wire import SECRET
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.cluster import Cluster
+    from lab.sim.host.cluster import Cluster
 
 MAX_MODEL_LEN = 96
+SECRET = ClusterSecret(b"the cluster's own secret, known to no other cluster")
 TURNS = {"ttl_s": 6.0, "min_tokens": 4, "pool_share_max": 0.5}
 
 

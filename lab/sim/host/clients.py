@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.testing.host.model import EOS_IDS, VOCAB, Model
 from lab.sim.checkers import answers
-from lab.sim.hosts.full.cluster import TOKENS_MAX
+from lab.sim.host.cluster import TOKENS_MAX
 from lab.sim.kernel.world import World
 
 ANSWER_MAX = 5

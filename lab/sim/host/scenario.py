@@ -1,4 +1,7 @@
-"""One world: conversations through a router."""
+"""One world: conversations through a router while things break; then heal, rest, prove life, and rest again.
+
+0 ---- break: faults, crashes, retries ---- heal ---- rest: I4, I5 ---- probes are delivered ---- rest: I5
+"""
 
 from __future__ import annotations
 
@@ -10,69 +13,118 @@ import msgspec
 
 from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.engine.api import EngineOutput
-from lab.sim.checkers import bounded, whole
-from lab.sim.hosts.full.clients import Ask, Clients
-from lab.sim.hosts.full.cluster import Cluster
-from lab.sim.hosts.full.engine import Engine
-from lab.sim.hosts.full.router import FIRST_TOKEN_S
-from lab.sim.hosts.full.routers import Routers
-from lab.sim.kernel.faults import FULL, FULL_COPIES, FULL_PROTOCOL, FULL_ROUTER, HEALTHY, UPDATES
+from lab.sim.checkers import bounded, contained, whole
+from lab.sim.host.clients import Ask, Clients
+from lab.sim.host.cluster import Cluster
+from lab.sim.host.engine import Engine
+from lab.sim.host.router import FIRST_TOKEN_S
+from lab.sim.host.routers import Routers
+from lab.sim.host.wire import Way
+from lab.sim.kernel.faults import COPIES, DRAWN, HEALTHY, PROTOCOL, ROUTER, UPDATES
 from lab.sim.kernel.lies import other_text
-from lab.sim.kernel.scenario import Scenario
-from lab.sim.kernel.wire import Way
+from lab.sim.kernel.parts import PRODUCTION, Parts
 from lab.sim.kernel.world import World
 
 EVENTS_MAX = 100_000
+NUM_PROBES = 2
+BREAK_S = 15.0
+REST_S = 140.0  # Longer than any timer, back-off, timeout and read, one after the other.
+PROBE_S = 20.0  # Time for each probe.
+DOWN_S, PAUSES_S, DRAINS_S = (0.01, 0.5, 4.0), (0.5, 3.0, 8.0), (0.5, 5.0, 15.0)
+PARTITIONS_S = (2.0, 8.0, 30.0)
 
 
-class FullScenario(Scenario):
-    break_s, rest_s, probe_s = 15.0, 140.0, 20.0
-    down_s, pauses_s, drains_s = (0.01, 0.5, 4.0), (0.5, 3.0, 8.0), (0.5, 5.0, 15.0)
-    partitions_s = (2.0, 8.0, 30.0)
+class Scenario:
     cluster: Cluster
 
+    def __init__(self, mode: str, seed: int, parts: Parts = PRODUCTION, *, traced: bool = False) -> None:
+        self.mode, self.parts = mode, parts
+        self.world = self.new_world(seed, traced=traced)
+
     def new_world(self, seed: int, *, traced: bool) -> World:
-        world = World(seed, FULL, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
-        world.faults = world.faults.drawn(world.rng_of_lies, FULL_COPIES)
-        world.faults = world.faults.drawn(world.rng_of_lies, FULL_ROUTER)
+        world = World(seed, DRAWN, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
+        world.faults = world.faults.drawn(world.rng_of_lies, COPIES)
+        world.faults = world.faults.drawn(world.rng_of_lies, ROUTER)
         world.faults = world.faults.drawn(world.rng_of_updates, UPDATES)
-        world.faults = world.faults.drawn(world.rng_of_protocol, FULL_PROTOCOL)
+        world.faults = world.faults.drawn(world.rng_of_protocol, PROTOCOL)
         world.faults = msgspec.structs.replace(world.faults, **self.parts.faults)
         return world
 
+    def run(self) -> None:
+        """Raises Violation."""
+        world = self.world
+        self.begin()
+        self.schedule_faults()
+        world.run(BREAK_S)
+        self.heal()
+        world.run(BREAK_S + REST_S)
+        self.check_rest()
+        # A handoff between the same engines must be delivered again after a link is lost.
+        probes = [self.probe(way) for way in [*[None] * NUM_PROBES, *self.cluster.lost_ways]]
+        for index, probe in enumerate(probes):
+            world.after(index * PROBE_S, probe)
+        probed_at = world.now + PROBE_S * len(probes)
+        world.run(probed_at)
+        self.check_probes()
+        world.run(probed_at + REST_S)
+        self.check_rest()
+
     def begin(self) -> None:
+        """Build the cluster and schedule its requests."""
         world, rng = self.world, self.world.rng
         world.note("all", world.faults)
         self.cluster = Cluster(world, self.parts, self.mode)
         self.cluster.on_claim = self._claimed
-        self.routers = Routers(self.cluster, self.break_s, self._params_seen)
+        self.routers = Routers(self.cluster, BREAK_S, self._params_seen)
         self.clients = Clients(world, self.cluster.model, self._ask)
         self._probes: list[Ask] = []
         for spec in self.cluster.specs.values():
             world.note(spec.name, spec)
-        num_conversations, spread_s = rng.choice([(3, self.break_s * 0.6), (4, self.break_s * 0.6), (6, 0.5)])
+        num_conversations, spread_s = rng.choice([(3, BREAK_S * 0.6), (4, BREAK_S * 0.6), (6, 0.5)])
         for _ in range(num_conversations):
             begin = partial(self.clients.converse, rng.choice([1, 2, 3]))
             world.after(rng.uniform(0, spread_s), begin)
 
     def schedule_faults(self) -> None:
-        super().schedule_faults()
         world, cluster, rng = self.world, self.cluster, self.world.rng
+        chance, faults = world.chance, world.faults
+
+        def some_time(action: Callable[[], None]) -> None:
+            world.after(rng.uniform(0, BREAK_S), action)
+
+        for name in list(cluster.hosts):
+            for _ in range(2):
+                if chance(faults.crashes / 2):
+                    some_time(partial(cluster.crash, name, rng.choice(DOWN_S)))
+            if chance(faults.pauses):
+                some_time(partial(cluster.pause, name, rng.choice(PAUSES_S)))
+            if chance(faults.rank_deaths):
+                some_time(partial(cluster.kill_rank, name))
+            if chance(faults.drains):
+                some_time(partial(cluster.drain, name, rng.choice(DRAINS_S)))
+        for name, host in cluster.hosts.items():
+            if world.lies(faults.clock_steps) and host.lends != host.fetches_kv:
+                world.after(world.rng_of_lies.uniform(0, BREAK_S), partial(cluster.step_clock, name))
+        if chance(faults.partitions):
+            way = cluster.draw_way()
+            for_s, both = rng.choice(PARTITIONS_S), rng.random() < 0.5
+            some_time(partial(cluster.partition, way, for_s, both=both))
         for spec in cluster.specs.values():
             if spec.offload is not None and world.rng_of_models.random() < 0.3:
                 reset = partial(cluster.reset_cache, spec.name)
-                world.after(world.rng_of_models.uniform(0, self.break_s), reset)
+                world.after(world.rng_of_models.uniform(0, BREAK_S), reset)
         self.routers.schedule_faults()
-        cluster.updates.schedule(self.break_s)
+        cluster.updates.schedule(BREAK_S)
         if world.chance(world.faults.clog):
             clog = partial(cluster.wire.clog, cluster.draw_way(), rng.choice([0.5, 4.0]))
-            world.after(rng.uniform(0, self.break_s), clog)
+            world.after(rng.uniform(0, BREAK_S), clog)
 
     def heal(self) -> None:
-        super().heal()
+        self.world.heal()
         self.cluster.updates.settle()
 
     def probe(self, way: Way | None) -> Callable[[], None]:
+        """Return what sends a request that must be delivered, over this way if there is one."""
         return lambda: self._probes.append(self.clients.probe(way, self.cluster.updates.at_boot))
 
     def check_probes(self) -> None:
@@ -86,6 +138,7 @@ class FullScenario(Scenario):
         for engine in self.cluster.hosts.values():
             whole.check_engine(engine)
         self.routers.check_rest()
+        contained.check_serves(self.cluster.reads.num_false_serves)
 
     # --- Clients ----------------------------------------------------------------------------------
 

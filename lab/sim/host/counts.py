@@ -13,7 +13,7 @@ from lab.sim.checkers import contained
 from lab.sim.kernel.world import World
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.host.engine import Engine
 
 
 def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGroup]) -> None:

@@ -52,12 +52,12 @@ from baton.router.values.identity import Introduced
 from baton.router.values.members import ROLES, Member
 from baton.router.values.settings import AdmissionSettings, LegTimeouts, RouterSettings
 from baton.router.values.sse import EventSplitter, data_of
-from lab.sim.hosts.full.clients import Ask
-from lab.sim.hosts.full.cluster import Cluster
-from lab.sim.hosts.full.door import Door
-from lab.sim.hosts.full.legs import Leg
-from lab.sim.hosts.full.members import Members
-from lab.sim.hosts.full.processes import NOTE_S, Process, Processes
+from lab.sim.host.clients import Ask
+from lab.sim.host.cluster import Cluster
+from lab.sim.host.door import Door
+from lab.sim.host.legs import Leg
+from lab.sim.host.members import Members
+from lab.sim.host.processes import NOTE_S, Process, Processes
 from lab.sim.kernel.process import SOON_S
 
 Role = Literal["prefill", "decode"]

@@ -13,11 +13,11 @@ from baton.router.request.events import Draining, Event, Failed, Leg, Opened, Pi
 from baton.router.values.errors import FailureKind, LegFailure
 from baton.router.values.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
 from baton.router.values.sse import sse_event
-from lab.sim.hosts.full.legs import Leg as EngineLeg
+from lab.sim.host.legs import Leg as EngineLeg
 from lab.sim.kernel.process import SOON_S
 
 if TYPE_CHECKING:
-    from lab.sim.hosts.full.router import _Answer
+    from lab.sim.host.router import _Answer
 
 OF_THE_SERVER = (FIRST_TOKEN, TOKEN_IDS, OUTPUT_TOKEN_IDS)
 DONE = b"data: [DONE]\n\n"

@@ -9,12 +9,12 @@ from typing import Any
 from baton.router.values.members import Member
 from baton.router.values.settings import Role
 from lab.sim.checkers import whole
-from lab.sim.hosts.full.clients import Ask
-from lab.sim.hosts.full.cluster import Cluster
-from lab.sim.hosts.full.members import schedule_changes
-from lab.sim.hosts.full.peer_link import PeerLink
-from lab.sim.hosts.full.processes import Processes
-from lab.sim.hosts.full.router import Plan, Router
+from lab.sim.host.clients import Ask
+from lab.sim.host.cluster import Cluster
+from lab.sim.host.members import schedule_changes
+from lab.sim.host.peer_link import PeerLink
+from lab.sim.host.processes import Processes
+from lab.sim.host.router import Plan, Router
 
 TWO_ROUTERS = 0.25
 ONE_DIES = 0.5  # Share of worlds with two routers in which one dies.
