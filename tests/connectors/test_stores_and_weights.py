@@ -89,7 +89,7 @@ def test_every_loaded_block_was_computed_with_the_current_weights(kind: Kind, se
 
 
 def play_many(kind: Kind) -> None:
-    for seed in range(200):
+    for seed in (21, 57, 127, *range(200)):  # The first ones find faults that few worlds find.
         with tempfile.TemporaryDirectory() as folder:
             play(kind, random.Random(seed), Path(folder))
 

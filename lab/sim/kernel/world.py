@@ -39,6 +39,7 @@ class World:
         self.rng_of_notes = random.Random(f"notes {seed}")
         self.rng_of_protocol = random.Random(f"protocol {seed}")
         self.faults = self._healthy = healthy
+        self.is_healed = False
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)
         if self.rng_of_lies.random() >= 0.5:
@@ -54,7 +55,7 @@ class World:
 
     def heal(self) -> None:
         self.note("all", "healed")
-        self.faults = self._healthy
+        self.faults, self.is_healed = self._healthy, True
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._tiebreak), action))
