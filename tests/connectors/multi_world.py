@@ -21,15 +21,13 @@ from baton.contract import (
 )
 from baton.engine.step import SchedulerOutput
 from baton.testing.host.workers import WorkerSteps
+from tests.connectors.pull_world import FakeRequest
 
 BLOCK = 4
 
 
-@dataclass
-class Request:
-    request_id: str
-    num_tokens: int = 17
-    kv_transfer_params: dict[str, Any] | None = None
+def request_of(request_id: str, num_tokens: int = 17) -> FakeRequest:
+    return FakeRequest(request_id, list(range(num_tokens)))
 
 
 @dataclass

@@ -425,11 +425,7 @@ class Engine:
     def step(self) -> bool:
         """One engine step without tokens. True if anything was ordered or reported."""
         output = SchedulerOutput()
-        self._build_metadata(output)
-        return self._take_report(output, self.worker_steps.run(output))
-
-    def _build_metadata(self, output: SchedulerOutput) -> None:
-        output.kv_connector_metadata = self.half.build_connector_meta(output)
+        return self._take_report(output, self.worker_steps.step(self.half, output))
 
     def _take_report(self, step: SchedulerOutput, report: KVConnectorOutput | None) -> bool:
         if report is not None:
@@ -442,7 +438,6 @@ class Engine:
 
     def _take(self, output: KVConnectorOutput) -> None:
         invalid = output.invalid_block_ids
-        self.half.update_connector_output(output)
         for request_id in output.finished_recving or ():
             if request_id in self.held:
                 self.give_back(self.held.pop(request_id))

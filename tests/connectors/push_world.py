@@ -18,8 +18,9 @@ from baton.connectors.push import PrefillAnnouncer, PushIdentity
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.request import RequestStatus
-from baton.engine.step import NewRequestData, SchedulerOutput
+from baton.engine.step import SchedulerOutput
 from baton.testing.host.memory import JUNK
+from tests.connectors.prefills_world import first_step, joined, later_step
 from tests.connectors.pull_world import (
     BLOCK,
     LAYERS,
@@ -131,7 +132,7 @@ class PushEngine(Engine):
     def step(self) -> bool:
         chunks, self.chunks = self.chunks, {}
         output = self._schedule(chunks)
-        self._build_metadata(output)
+        output.kv_connector_metadata = self.half.build_connector_meta(output)
         self.worker_steps.begin(output)
         reaches = {
             request_id: (self.prefills[request_id].num_computed, chunk)
@@ -145,36 +146,25 @@ class PushEngine(Engine):
             prefill = self.prefills[request_id]
             if prefill.num_computed == len(prefill.request.prompt_token_ids):
                 self.end_prefill(request_id)
+        if report is not None:
+            self.half.update_connector_output(report)
         return self._take_report(output, report) or bool(chunks)
 
     def _schedule(self, chunks: dict[str, int]) -> SchedulerOutput:
-        output = SchedulerOutput(
-            num_scheduled_tokens=dict(chunks), total_num_scheduled_tokens=sum(chunks.values())
-        )
-        output.preempted_req_ids, self.preempted = self.preempted, set()
+        steps = []
         for request_id, chunk in chunks.items():
             prefill = self.prefills[request_id]
             known = len(prefill.block_ids) if prefill.is_known and not prefill.is_preempted else 0
             self._grow(prefill, prefill.num_computed + chunk)
-            fresh = prefill.block_ids[known:]
-            if not prefill.is_known:
-                output.scheduled_new_reqs.append(
-                    NewRequestData(
-                        request_id,
-                        prefill.request.prompt_token_ids,
-                        None,  # type: ignore[arg-type]
-                        (list(fresh),),
-                        prefill.num_computed,
-                    )
-                )
+            fresh, first = prefill.block_ids[known:], prefill.num_computed
+            if prefill.is_known:
+                tables = [fresh] if fresh else []
+                steps.append(later_step(request_id, first, chunk, *tables, resumed=prefill.is_preempted))
             else:
-                cached = output.scheduled_cached_reqs
-                cached.req_ids.append(request_id)
-                cached.new_block_ids.append((list(fresh),) if fresh else None)
-                cached.num_computed_tokens.append(prefill.num_computed)
-                if prefill.is_preempted:
-                    cached.resumed_req_ids.add(request_id)
+                steps.append(first_step(request_id, first, chunk, fresh))
             prefill.is_known, prefill.is_preempted = True, False
+        output = joined(*steps)
+        output.preempted_req_ids, self.preempted = self.preempted, set()
         return output
 
     def _forward(self, reaches: dict[str, tuple[int, int]]) -> None:

@@ -17,6 +17,7 @@ from baton.contract import (
     SupportsHMA,
 )
 from baton.contract.surface import ROWS, SURFACE, Half, Scope, rows_of
+from tests.connectors.pull_world import FakeRequest
 
 INHERITED = {"_get_connector_metadata", "has_connector_metadata"}
 """About the Multi's own metadata, which it has bound itself as any half does."""
@@ -63,16 +64,10 @@ def recording(half: type, name: str, log: list[tuple[str, str, tuple[Any, ...]]]
     return kind()
 
 
-class Request:
-    request_id = "r"
-    num_tokens = 9
-    kv_transfer_params = None
-
-
 def arguments_of(method: Any) -> list[Any]:
     """A value for each parameter; those that a Multi connector reads have their own form."""
     known: dict[str, Any] = {
-        "request": Request(),
+        "request": FakeRequest("r", list(range(9))),
         "request_id": "r",
         "connector_output": KVConnectorOutput(),
         "finished_req_ids": {"gone"},

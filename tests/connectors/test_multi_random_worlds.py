@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.contract import KVConnectorTransferResults
-from tests.connectors.multi_world import BLOCK, MultiWorld, Request, Step
+from tests.connectors.multi_world import BLOCK, MultiWorld, Step, request_of
 from tests.connectors.pull_world import FakeBlocks
 
 CHILDREN = ("a", "b")
@@ -81,7 +81,7 @@ class Game:
         request_id, self.count = f"r{self.count}", self.count + 1
         for child in CHILDREN:
             self.world.schedulers[child].answers[request_id] = answers[child]
-        request = Request(request_id)
+        request = request_of(request_id)
         for _ in range(self.draw.randrange(1, 3)):  # Repeated queries have no effect.
             count, is_async, child = self.twin.choose(request_id, answers)
             assert self.world.half.get_num_new_matched_tokens(request, 0) == (count, is_async)
@@ -106,7 +106,7 @@ class Game:
         self.live.remove(request_id)
         for child in CHILDREN:
             self.world.schedulers[child].at_end[request_id] = (delays[child], {child: request_id})
-        is_delayed, params = self.world.half.request_finished(Request(request_id), [])
+        is_delayed, params = self.world.half.request_finished(request_of(request_id), [])
         assert is_delayed == any(delays.values())
         assert params == dict.fromkeys(CHILDREN, request_id)
         if is_delayed:

@@ -23,7 +23,7 @@ from baton.contract.guard import STEP_ERRORS_MAX
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.step import SchedulerOutput
-from tests.connectors.multi_world import MultiWorld, Request, ScriptedScheduler, Step
+from tests.connectors.multi_world import MultiWorld, ScriptedScheduler, Step, request_of
 from tests.connectors.pull_world import FakeBlocks
 
 TABLE = FakeBlocks([10, 11, 12, 13, 14])
@@ -44,7 +44,7 @@ HEARD = [
 
 def load(world: MultiWorld, request_id: str, child: str, *, is_async: bool = True, count: int = 8) -> None:
     world.schedulers[child].answers[request_id] = (count, is_async)
-    request = Request(request_id)
+    request = request_of(request_id)
     assert world.half.get_num_new_matched_tokens(request, 4) == (count, is_async)
     world.half.update_state_after_alloc(request, TABLE, count)
 
@@ -52,7 +52,7 @@ def load(world: MultiWorld, request_id: str, child: str, *, is_async: bool = Tru
 def finish(world: MultiWorld, request_id: str, **at_end: Any) -> tuple[bool, dict[str, Any] | None]:
     for child, answer in at_end.items():
         world.schedulers[child].at_end[request_id] = answer
-    return world.half.request_finished(Request(request_id), [10])
+    return world.half.request_finished(request_of(request_id), [10])
 
 
 def report(world: MultiWorld, child: str, *, ranks: tuple[int, ...] = (0, 1), **results: set[str]) -> None:
@@ -71,7 +71,7 @@ def test_the_first_child_with_tokens_loads_and_the_others_see_the_blocks() -> No
     load(world, "r", "b")
     allocated = {name: half.allocated for name, half in world.schedulers.items()}
     assert allocated == {"a": [("r", 0)], "b": [("r", 8)], "c": [("r", 0)]}
-    world.half.update_state_after_alloc(Request("r"), TABLE, 0)
+    world.half.update_state_after_alloc(request_of("r"), TABLE, 0)
     assert world.schedulers["b"].allocated[-1] == ("r", 0), "scheduled after its load"
 
 
@@ -96,7 +96,7 @@ def test_only_the_loader_is_asked_about_its_load() -> None:
             return "gone"
 
     half = MultiSchedulerHalf([("null", NullSchedulerHalf()), ("loader", Loader())], block_tokens=4)
-    request: Any = Request("r")
+    request: Any = request_of("r")
     assert half.get_loaded_kv_cache_group_ids(request) == (0,)
     assert half.get_external_cache_hit_sources(request, 4) == {"external_unspecified": 4}
     half.get_num_new_matched_tokens(request, 0)
@@ -114,8 +114,8 @@ def test_the_null_block_is_never_reported_as_bad() -> None:
     for tables, invalid in (([[0, 11, 12], [0, 0, 22]], {11, 12, 22}), ([[0, 11, 12]], {0, 11, 12})):
         world = MultiWorld()
         world.schedulers["a"].answers["r"] = (12, False)
-        world.half.get_num_new_matched_tokens(Request("r"), 0)
-        world.half.update_state_after_alloc(Request("r"), FakeBlocks(*tables), 12)
+        world.half.get_num_new_matched_tokens(request_of("r"), 0)
+        world.half.update_state_after_alloc(request_of("r"), FakeBlocks(*tables), 12)
         world.workers[0]["a"].raises = {"start_load_kv"}
         assert world.step().invalid == invalid
 
@@ -162,7 +162,7 @@ def test_the_child_with_the_most_blocks_loads_if_that_is_preferred(
     for name, answer in (("host", of_host), ("stores", of_stores)):
         children[name].answers["r"] = (answer, bool(answer))
     half = MultiSchedulerHalf(list(children.items()), block_tokens=4, prefers_longest=True)
-    request = Request("r", num_tokens)
+    request = request_of("r", num_tokens)
     assert half.get_num_new_matched_tokens(request, 0) == (expected, bool(expected))
     if expected:
         half.update_state_after_alloc(request, TABLE, expected)
@@ -180,19 +180,19 @@ def test_a_child_that_fails_for_a_request_is_not_asked_again(bad: Any) -> None:
     world.schedulers["b"].answers["r"] = (8, True)
     is_undecided = bad == (None, False)
     expected = bad if is_undecided else (8, True)
-    assert world.half.get_num_new_matched_tokens(Request("r"), 0) == expected
+    assert world.half.get_num_new_matched_tokens(request_of("r"), 0) == expected
     world.schedulers["a"].answers["r"] = (12, True)
-    assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (12 if is_undecided else 8, True)
+    assert world.half.get_num_new_matched_tokens(request_of("r"), 0) == (12 if is_undecided else 8, True)
 
 
 def test_a_user_error_is_raised_after_all_children_were_called() -> None:
     world = MultiWorld()
     world.schedulers["a"].answers["r"] = BadTransferParams("is expired")
     with pytest.raises(BadTransferParams, match="is expired"):
-        world.half.get_num_new_matched_tokens(Request("r"), 0)
+        world.half.get_num_new_matched_tokens(request_of("r"), 0)
     world.schedulers["a"].at_alloc["s"] = BadTransferParams("is expired")
     with pytest.raises(BadTransferParams, match="is expired"):
-        world.half.update_state_after_alloc(Request("s"), TABLE, 0)
+        world.half.update_state_after_alloc(request_of("s"), TABLE, 0)
     assert world.schedulers["b"].allocated == [("s", 0)]
 
 
@@ -264,7 +264,7 @@ def test_a_dead_child_loses_only_its_own_loads() -> None:
     assert step.sent == set(), "blocks that a lent may still be read"
     assert world.schedulers["a"].num_steps == num_steps
     world.schedulers["a"].answers["new"] = (8, True)
-    assert world.half.get_num_new_matched_tokens(Request("new"), 0) == (0, False)
+    assert world.half.get_num_new_matched_tokens(request_of("new"), 0) == (0, False)
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
@@ -308,7 +308,7 @@ def test_invalid_request_ids_are_dropped() -> None:
 def test_errors_and_retirement_are_in_the_statistics() -> None:
     world = MultiWorld()
     world.schedulers["b"].answers["r"] = RuntimeError("no")
-    world.half.get_num_new_matched_tokens(Request("r"), 0)
+    world.half.get_num_new_matched_tokens(request_of("r"), 0)
     retire_a(world)
     stats = world.half.get_kv_connector_stats()
     assert stats is not None

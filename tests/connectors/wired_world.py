@@ -48,11 +48,7 @@ class Engine:
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
 
     def step(self) -> KVConnectorOutput:
-        output = SchedulerOutput()
-        output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
-        report = self._worker_steps.run(output) or KVConnectorOutput()
-        self.scheduler.update_connector_output(report)
-        return report
+        return self._worker_steps.step(self.scheduler, SchedulerOutput()) or KVConnectorOutput()
 
     def step_until(self, done: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
         deadline = time.monotonic() + PATIENCE_S

@@ -10,7 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from baton.contract import KVConnectorOutput, KVConnectorWorkerHalf, KVOutputAggregator
+from baton.contract import (
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    KVOutputAggregator,
+)
 from baton.engine.forward_context import ForwardContext
 from baton.engine.runner.connector_step import ConnectorStep
 from baton.engine.step import SchedulerOutput
@@ -51,6 +56,13 @@ class WorkerSteps:
         self.begin(output)
         self.show_layers()
         return self.end()
+
+    def step(self, half: KVConnectorSchedulerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
+        """Run a whole step of a connector without a scheduler. `half`: what orders, and gets the report."""
+        output.kv_connector_metadata = half.build_connector_meta(output)
+        if (report := self.run(output)) is not None:
+            half.update_connector_output(report)
+        return report
 
     def begin(self, output: SchedulerOutput) -> None:
         assert not self._steps, "the step before has not ended"
