@@ -75,7 +75,6 @@ def joined(*steps: SchedulerOutput) -> SchedulerOutput:
         cached.req_ids += more.req_ids
         cached.new_block_ids += more.new_block_ids
         cached.num_computed_tokens += more.num_computed_tokens
-        cached.resumed_req_ids |= more.resumed_req_ids
     output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
     return output
 

@@ -241,7 +241,7 @@ class Engine:
         self.is_alive = True
         self.tp = config.parallel_config.tensor_parallel_size
         self.half = self.make_half(config, url, epoch)
-        self.ranks = Ranks.of_engine(config)
+        self.ranks = Ranks(config)
         self.workers = [self._worker(rank, Epoch(epoch * 100 + rank)) for rank in range(self.tp)]
         self.half.set_xfer_handshake_metadata(
             {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Engines that prefill in chunks while somebody reads along: the pull world with push halves and real steps.
 
-A prefill here is a host's: it takes blocks, is computed chunk by chunk and layer by layer, may lose its
-blocks to others in between, and ends. Everything else is as in the pull world.
+A prefill here is a host's: it takes blocks, is computed chunk by chunk and layer by layer, and
+ends. Everything else is as in the pull world.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.request import RequestStatus
 from baton.engine.step import SchedulerOutput
-from baton.testing.host.memory import JUNK
 from tests.connectors.prefills_world import first_step, joined, later_step
 from tests.connectors.pull_world import (
     BLOCK,
@@ -38,14 +37,12 @@ class Prefill:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     is_known: bool = False  # The ranks know the request.
-    is_preempted: bool = False
 
 
 class PushEngine(Engine):
     def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
         self.prefills: dict[str, Prefill] = {}
         self.chunks: dict[str, int] = {}  # Tokens to compute in the next step, by request.
-        self.preempted: set[str] = set()
         self.finished: dict[str, dict[str, Any] | None] = {}  # Params of each prefill's answer.
         self.on_layer: Callable[[int], None] | None = None  # Called when a layer of a step is computed.
         super().__init__(world, config, url, epoch)
@@ -87,15 +84,6 @@ class PushEngine(Engine):
             self.write(prefill, 0, num_cached)
             self.half.update_state_after_alloc(prefill.request, FakeBlocks(prefill.block_ids), 0)
         self.chunks[request_id] = num_tokens
-
-    def preempt(self, request_id: str) -> None:
-        """Takes the request's blocks, and overwrites them at once."""
-        prefill = self.prefills[request_id]
-        for memory in self.ranks.memories:
-            memory.words[prefill.block_ids] = JUNK
-        self.give_back(prefill.block_ids)  # The next request gets them.
-        prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
-        self.preempted.add(request_id)
 
     def end_prefill(
         self, request_id: str, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -154,18 +142,15 @@ class PushEngine(Engine):
         steps = []
         for request_id, chunk in chunks.items():
             prefill = self.prefills[request_id]
-            known = len(prefill.block_ids) if prefill.is_known and not prefill.is_preempted else 0
+            known = len(prefill.block_ids) if prefill.is_known else 0
             self._grow(prefill, prefill.num_computed + chunk)
             fresh, first = prefill.block_ids[known:], prefill.num_computed
             if prefill.is_known:
-                tables = [fresh] if fresh else []
-                steps.append(later_step(request_id, first, chunk, *tables, resumed=prefill.is_preempted))
+                steps.append(later_step(request_id, first, chunk, *([fresh] if fresh else [])))
             else:
                 steps.append(first_step(request_id, first, chunk, fresh))
-            prefill.is_known, prefill.is_preempted = True, False
-        output = joined(*steps)
-        output.preempted_req_ids, self.preempted = self.preempted, set()
-        return output
+            prefill.is_known = True
+        return joined(*steps)
 
     def _forward(self, reaches: dict[str, tuple[int, int]]) -> None:
         if not reaches:

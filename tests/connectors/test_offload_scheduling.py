@@ -84,7 +84,7 @@ class OffloadWorld(StoreWorld):
         )
         self.now_s = 0.0
         self.half = OffloadSchedulerHalf(identity, clock=lambda: self.now_s)
-        ranks = Ranks.of_engine(config)
+        ranks = Ranks(config)
         copies = make_copies(ranks.memories[0], identity.num_rows)
         worker = OffloadWorkerHalf(identity, lambda caches, identity: copies)
         worker._copies = copies  # There are no tensors to register.

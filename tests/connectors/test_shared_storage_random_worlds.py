@@ -111,7 +111,7 @@ class StorageWorld(StoreWorld):
         self.half = HeardHalf(identities[0], clock=lambda: self.now_s)
         self.workers = [StorageWorkerHalf(identity, clock=lambda: self.now_s) for identity in identities]
         self.jobs = [self._make_late(self.half._lookups, "_jobs")]
-        ranks = Ranks.of_engine(config)
+        ranks = Ranks(config)
         self.num_awaited = 0
         self.counts: Counter[str] = Counter()
         for worker, memory in zip(self.workers, ranks.memories, strict=True):

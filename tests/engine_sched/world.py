@@ -288,7 +288,7 @@ class World(Engine):
         config = config if config is not None else engine_config(**kwargs)
         groups = config.kv_cache_groups
         self.half = FakeHalfOfGroups() if is_hybrid(groups) else FakeHalf()
-        self.ranks = Ranks.of_engine(config)
+        self.ranks = Ranks(config)
         super().__init__(config, self.half, self.ranks.salts, depth=depth)
         self.null_blocks = {0} if is_hybrid(groups) else set()
         self.report = KVConnectorOutput()  # The report of the next step.

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, places_of
+from baton.core.config import EngineConfig
+from baton.core.kv_groups import layer_name, num_places, places_of
 from baton.core.layout import kv_heads_of
 from baton.testing.host.model import CONTENT, WORD_BYTES, Words
 
@@ -29,19 +30,11 @@ JUNK = 0x6B6E756A
 
 
 class RankMemory:
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        *,
-        num_kv_heads: int,
-        groups: Sequence[KVCacheGroup],
-        num_blocks: int,
-        block_tokens: int,
-        is_block_major: bool,
-    ) -> None:
-        num_of_places = num_places(groups)
-        self.heads = kv_heads_of(rank, tp_size=num_ranks, num_kv_heads=num_kv_heads)
+    def __init__(self, config: EngineConfig, rank: int, *, is_block_major: bool = False) -> None:
+        groups, num_blocks = config.kv_cache_groups, config.cache_config.num_gpu_blocks
+        num_of_places, block_tokens = num_places(groups), config.cache_config.block_size
+        num_ranks = config.parallel_config.tensor_parallel_size
+        self.heads = kv_heads_of(rank, tp_size=num_ranks, num_kv_heads=config.model_config.num_kv_heads)
         outer = (num_blocks, num_of_places) if is_block_major else (num_of_places, num_blocks)
         shape = (*outer, len(self.heads), block_tokens, CONTENT)
         tensor = torch.empty(shape, dtype=torch.float32)

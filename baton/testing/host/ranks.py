@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.core.config import EngineConfig
-from baton.core.kv_groups import KVCacheGroup, is_hybrid
+from baton.core.config import EngineConfig, ModelConfig
+from baton.core.kv_groups import is_hybrid
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.host.memory import JUNK, RankMemory
 from baton.testing.host.model import CONTENT, STATE, Model, Seen, Words, model_of
@@ -21,19 +20,20 @@ Tables = Sequence[Sequence[int]]
 
 class Ranks:
     def __init__(
-        self,
-        model: Model,
-        memories: list[RankMemory],
-        groups: Sequence[KVCacheGroup],
-        block_tokens: int,
+        self, config: EngineConfig, model: Model | None = None, memories: Sequence[RankMemory] = ()
     ) -> None:
-        self.model = model
-        self.memories = memories
-        self.groups = groups
+        """Ranks of an engine with this configuration: its groups, windows, states and KV heads.
+
+        `model`, `memories`: those of the ranks, if they exist already.
+        """
+        self.model = model or _model_of(config.model_config)
+        num_ranks = config.parallel_config.tensor_parallel_size
+        self.memories = memories or [RankMemory(config, rank) for rank in range(num_ranks)]
+        self.groups = config.kv_cache_groups
         self.salts: dict[str, str | None] = {}
         self.weights = 0  # The weights that compute now.
-        self._block_tokens = block_tokens
-        self._has_null_block = is_hybrid(groups)
+        self._block_tokens = config.cache_config.block_size
+        self._has_null_block = is_hybrid(self.groups)
         self.rows = Rows(self.salts)
         self.written: list[
             tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -43,31 +43,10 @@ class Ranks:
         self._holders: list[RankMemory] = []
         self._replicas: list[RankMemory] = []
         held: set[int] = set()
-        for memory in memories:
+        for memory in self.memories:
             group = self._replicas if memory.heads.start in held else self._holders
             group.append(memory)
             held.update(memory.heads)
-
-    @classmethod
-    def of_engine(cls, config: EngineConfig) -> Self:
-        """Ranks of an engine with this configuration: its groups, windows, states and KV heads."""
-        model, cache = config.model_config, config.cache_config
-        windows = model.windows or (None,) * model.num_hidden_layers
-        windows = tuple(STATE if i in model.state_layers else window for i, window in enumerate(windows))
-        groups, num_ranks = config.kv_cache_groups, config.parallel_config.tensor_parallel_size
-        memories = [
-            RankMemory(
-                rank,
-                num_ranks,
-                num_kv_heads=model.num_kv_heads,
-                groups=groups,
-                num_blocks=cache.num_gpu_blocks,
-                block_tokens=cache.block_size,
-                is_block_major=False,
-            )
-            for rank in range(num_ranks)
-        ]
-        return cls(model_of(model.num_kv_heads, windows), memories, groups, cache.block_size)
 
     # --- Step -------------------------------------------------------------------------------------
 
@@ -195,3 +174,9 @@ class Ranks:
         for memory in self.memories:
             found.update(np.unique(memory.writers_of(needed, num_layers)[first:last]).tolist())
         return found
+
+
+def _model_of(config: ModelConfig) -> Model:
+    windows = config.windows or (None,) * config.num_hidden_layers
+    windows = tuple(STATE if i in config.state_layers else window for i, window in enumerate(windows))
+    return model_of(config.num_kv_heads, windows)

@@ -172,7 +172,7 @@ class Engine(Process):
         self.reporters: list[Reporter] = []
         self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
         self.memories = [port.memory for port in self.ports]
-        self.ranks = Ranks(self.cluster.model, self.memories, self.groups, spec.block_tokens)
+        self.ranks = Ranks(config, self.cluster.model, self.memories)
         self.ranks.weights = self.cluster.updates.at_boot
         self.num_updates = 0  # Changes of the weights.
         handshakes = [half.get_handshake_metadata() for half in self.rank_halves]
@@ -188,16 +188,7 @@ class Engine(Process):
         return self.station
 
     def _worker(self, config: EngineConfig, rank: int) -> PullWorkerHalf:
-        spec = self.spec
-        memory = RankMemory(
-            rank,
-            spec.num_ranks,
-            num_kv_heads=self.cluster.model.num_kv_heads,
-            groups=self.groups,
-            num_blocks=spec.num_blocks,
-            block_tokens=spec.block_tokens,
-            is_block_major=spec.is_block_major,
-        )
+        memory = RankMemory(config, rank, is_block_major=self.spec.is_block_major)
 
         def transports(address: Address) -> dict[str, Port]:
             port = Port(self, rank, memory, address)
