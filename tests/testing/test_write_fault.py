@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.testing.contract.rank_memory import InjectedWriteError, WriteFault
+from baton.testing.contract.watched_memory import InjectedWriteError, WriteFault
 
 Write = Callable[[torch.Tensor], object]
 

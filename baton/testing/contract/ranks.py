@@ -27,8 +27,8 @@ from baton.testing.contract.arithmetic import GARBAGE, POISON, kv_values, next_t
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.provenance import Provenance, Slot, Wrong
-from baton.testing.contract.rank_memory import RankMemory
 from baton.testing.contract.story import why
+from baton.testing.contract.watched_memory import WatchedMemory
 from baton.testing.contract.watched_worker import WatchedWorker
 from baton.testing.host.rows import Row, Rows
 
@@ -74,7 +74,7 @@ class KitRanks(Executor):
         self._provenance = Provenance(salts, depth)
         self._rows = Rows(salts, runs_ahead=depth > 1)
         self.workers: list[WatchedWorker] = []
-        self._memories: list[RankMemory] = []
+        self._memories: list[WatchedMemory] = []
         model = config.model_config
         try:
             for rank in range(self._num_ranks):
@@ -84,7 +84,7 @@ class KitRanks(Executor):
                 caches = allocate_for(worker, config, group, torch.device("cpu"))
                 assert [*caches] == self._names
                 heads = kv_heads_of(rank, tp_size=self._num_ranks, num_kv_heads=model.num_kv_heads)
-                memory = RankMemory(rank, heads, caches, partial(self._note_write_fault, worker))
+                memory = WatchedMemory(rank, heads, caches, partial(self._note_write_fault, worker))
                 self._memories.append(memory)
                 register(worker, memory.shown, config.cache_config.num_gpu_blocks)
         except BaseException:
@@ -208,7 +208,7 @@ class KitRanks(Executor):
         ]
 
     def _forward(
-        self, memory: RankMemory, output: SchedulerOutput, context: ForwardContext
+        self, memory: WatchedMemory, output: SchedulerOutput, context: ForwardContext
     ) -> dict[str, Wrong]:
         """Return the first wrong slot of each request that has one, by request id."""
         rows = [self._rows[request_id] for request_id in output.num_scheduled_tokens]
@@ -238,7 +238,7 @@ class KitRanks(Executor):
         return wrongs
 
     def _look_for_wrong(
-        self, memory: RankMemory, layer: int, rows: list[Row], ends: list[int], wrongs: dict[str, Wrong]
+        self, memory: WatchedMemory, layer: int, rows: list[Row], ends: list[int], wrongs: dict[str, Wrong]
     ) -> None:
         """Add the first wrong slot before `ends` of each request that has none yet."""
         for row, last in zip(rows, ends, strict=True):
@@ -257,7 +257,7 @@ class KitRanks(Executor):
         table = torch.tensor(row.tables[self._group_of[layer]])
         return table[positions // self._block], positions % self._block
 
-    def _write(self, memory: RankMemory, layer: int, row: Row, last: int, *, is_poisoned: bool) -> None:
+    def _write(self, memory: WatchedMemory, layer: int, row: Row, last: int, *, is_poisoned: bool) -> None:
         name = self._names[layer]
         blocks, offsets = self._slots(row, layer, row.num_computed, last)
         states = _states(row)[row.num_computed : last]
@@ -266,7 +266,9 @@ class KitRanks(Executor):
         for block_id, state in zip(blocks.tolist(), states, strict=True):
             self._provenance.note_written(block_id, state)
 
-    def _write_state(self, memory: RankMemory, layer: int, row: Row, last: int, *, is_poisoned: bool) -> None:
+    def _write_state(
+        self, memory: WatchedMemory, layer: int, row: Row, last: int, *, is_poisoned: bool
+    ) -> None:
         """Write the state after `last` tokens."""
         block_id = row.tables[self._group_of[layer]][(last - 1) // self._block]
         state, name = _states(row)[last - 1], self._names[layer]
@@ -274,7 +276,7 @@ class KitRanks(Executor):
         memory.write_state(name, block_id, torch.full_like(values, POISON) if is_poisoned else values)
         self._provenance.note_written(block_id, state)
 
-    def _find_wrong(self, memory: RankMemory, layer: int, row: Row, last: int) -> Wrong | None:
+    def _find_wrong(self, memory: WatchedMemory, layer: int, row: Row, last: int) -> Wrong | None:
         """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
         checked. A recurrent state is checked after `last` tokens, where the step begins.
         """

@@ -26,7 +26,7 @@ LOAD_S = 0.05
 class Process:
     """What one process of a router knows."""
 
-    calm_heartbeat_s = 10.0  # In a healed world no load is lost, and a heartbeat repairs nothing.
+    calm_heartbeat_s = 10.0  # A heartbeat repairs nothing in a healed world: no load is lost.
 
     def __init__(
         self,

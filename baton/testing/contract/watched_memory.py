@@ -1,5 +1,8 @@
 """One rank's KV cache with a shadow copy that shows every write that the model did not make.
 
+A connector writes in any way, and to any layout that an engine allocates. So writes are found by comparison;
+`baton.testing.host.memory` is told of each, because its worlds make them.
+
 Layers of different KV-cache groups may be views of the same memory; there is one shadow per memory.
 """
 
@@ -87,7 +90,7 @@ class _WatchedCache(torch.Tensor):
         return result
 
 
-class RankMemory:
+class WatchedMemory:
     def __init__(
         self, rank: int, heads: range, caches: dict[str, torch.Tensor], on_fault: Callable[[], None]
     ) -> None:
