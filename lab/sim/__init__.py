@@ -1,6 +1,7 @@
 """Simulated worlds: one event queue, one seed, many faults, and a checker for each invariant.
 
-    kernel     clock, faults, reads, lies, campaigns
+    campaigns  many worlds
+    kernel     clock, faults, reads, lies
     host       whole engines, with connectors and router, their wires, and the course of a world
     checkers   one for each invariant
     mutants    production with one guard taken away

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from lab.sim.campaigns import MODES
 from lab.sim.checkers.violation import Violation
 from lab.sim.host.scenario import EVENTS_MAX, Scenario
 from lab.sim.kernel.faults import HEALTHY
-from lab.sim.kernel.runs import MODES
 from lab.sim.kernel.world import World
 
 LEAVE_SHARE = 0.8

@@ -9,8 +9,8 @@ import pytest
 
 from baton.core.errors import UserError
 from lab.sim.__main__ import main
-from lab.sim.campaigns import FAILED, WORLDS
-from lab.sim.kernel.runs import MODES
+from lab.sim.campaigns import FAILED, MODES, find_broken, replay, run_seeds, run_worlds
+from lab.sim.mutants.guards import MUTANTS
 
 NUM_WORLDS = 100  # Worlds of each mode.
 # More worlds, with events of HAPPENS that the others lack.
@@ -224,14 +224,14 @@ HAPPENS = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_seed_that_ever_failed_fails_again(mode: str) -> None:
-    report = WORLDS.run_seeds(mode, tuple(FAILED[mode]))
+    report = run_seeds(mode, tuple(FAILED[mode]))
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_no_invariant_breaks(mode: str) -> None:
-    report = WORLDS.run_seeds(mode, (*range(NUM_WORLDS), *RARE[mode]))
+    report = run_seeds(mode, (*range(NUM_WORLDS), *RARE[mode]))
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
     assert report.counts["handoffs delivered"] > 3 * report.num_worlds
     assert report.counts["client: answered"] > 3 * report.num_worlds
@@ -240,14 +240,14 @@ def test_no_invariant_breaks(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "guard"), [(mode, one) for mode in MODES for one in WORLDS.mutants[mode]])
+@pytest.mark.parametrize(("mode", "guard"), [(mode, one) for mode in MODES for one in MUTANTS[mode]])
 def test_a_missing_guard_is_noticed(mode: str, guard: str) -> None:
-    assert WORLDS.find_broken(mode, guard, SEEDS.get((mode, guard), 0), TRIES) is not None
+    assert find_broken(mode, guard, SEEDS.get((mode, guard), 0), TRIES) is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_world_is_replayed_by_its_seed(mode: str) -> None:
-    first, second = WORLDS.replay(mode, 3), WORLDS.replay(mode, 3)
+    first, second = replay(mode, 3), replay(mode, 3)
     assert first == second
     assert first[-1].endswith("every invariant held")
 
@@ -258,10 +258,10 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
     """Sets have another order in each process. No world may depend on it."""
     seeds = (49, 155)
     script = (
-        "from lab.sim.campaigns import WORLDS\n"
+        "from lab.sim.campaigns import replay\n"
         f"for seed in {seeds}:\n"
         "    for mode in ('pull', 'push'):\n"
-        "        print('\\n'.join(WORLDS.replay(mode, seed)))\n"
+        "        print('\\n'.join(replay(mode, seed)))\n"
     )
     there = subprocess.run(
         [sys.executable, "-c", script],
@@ -271,7 +271,7 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
         check=True,
         timeout=120,
     ).stdout
-    here = [line for seed in seeds for mode in ("pull", "push") for line in WORLDS.replay(mode, seed)]
+    here = [line for seed in seeds for mode in ("pull", "push") for line in replay(mode, seed)]
     assert there.splitlines() == here
 
 
@@ -295,14 +295,14 @@ def test_a_campaign_without_worlds_ends(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_replay_of_a_broken_world_ends_with_what_broke() -> None:
-    broken = WORLDS.find_broken("pull", "loan", 0, 5)
+    broken = find_broken("pull", "loan", 0, 5)
     assert broken is not None
     assert broken.command == f"python -m lab.sim pull --seed {broken.seed}"
-    assert "VIOLATION I2" in WORLDS.replay("pull", broken.seed, mutant="loan")[-1]
+    assert "VIOLATION I2" in replay("pull", broken.seed, mutant="loan")[-1]
 
 
 def test_a_world_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match=r"mode: .*choose one of pull, push"):
-        WORLDS.run_worlds("luck", 0, 1)
+        run_worlds("luck", 0, 1)
     with pytest.raises(UserError, match=r"mutant: .*choose one of fence"):
-        WORLDS.run_worlds("pull", 0, 1, mutant="luck")
+        run_worlds("pull", 0, 1, mutant="luck")
