@@ -12,6 +12,7 @@ MODULES = {
     "engine": (
         "httpx",
         "jinja2",
+        "llguidance",
         "rich",
         "safetensors",
         "starlette",

@@ -37,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None  # Each once, ascending. None: all.
     # The last token of a word is not generated directly after its other tokens, if these are all output.
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None  # The answer belongs to it: text of `baton.engine.text.grammar`.
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: those of the chosen token and the n most likely ones.
@@ -63,6 +64,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             need(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be in [0, {MAX_LOGPROBS}]")
         need(self.allowed_token_ids != (), "allowed_token_ids", "must have at least one token id")
         need(all(self.bad_words_token_ids), "bad_words_token_ids", "must have at least one token each")
+        bans = {
+            "min_tokens": self.min_tokens,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words_token_ids,
+        }
+        if self.grammar is not None and (names := [name for name, value in bans.items() if value]):
+            raise UserError(
+                "cannot be combined with a constrained answer: together they could leave no token",
+                field=names[0],
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.contract import KVConnectorMetadata, KVConnectorOutput
-from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprobs
+from baton.engine.api import PromptLogprobs, RequestError, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -88,6 +88,8 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     # Logprobs of prompt tokens: the position of the first one in the prompt, and a row for each.
     prompt_logprobs: dict[str, tuple[int, PromptLogprobs]] = field(default_factory=dict)
+    # Requests that cannot go on, whose token means nothing.
+    errors: dict[str, RequestError] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     connector_error: str | None = None  # The error that a worker half raised; contained and already logged.
     # True: the error came before this step's loads began, so they are never reported.

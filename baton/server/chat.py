@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: from request body to answer, whole or streamed."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,15 @@ from baton.server.protocol.chat import (
     ChatMessage,
     ChatRequest,
     Delta,
+    ToolCall,
     plain_messages,
     plain_tools,
 )
 from baton.server.protocol.sampling import check_logprobs
 from baton.server.protocol.usage import Usage
-from baton.server.samples import Piece, RunningSamples, Sample
+from baton.server.samples import Finish, Piece, RunningSamples, Sample
 from baton.server.service import Service
+from baton.server.tool_calls import CallReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class ChatWork:
     id: str
     created: int
     headers: dict[str, str] = field(default_factory=dict)  # The answer's headers; known with the first token.
+    shown: Mapping[int, str] = field(default_factory=dict)  # Text that another engine has given, by sample.
 
     async def answer(self) -> ChatCompletion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
@@ -52,9 +55,9 @@ class ChatWork:
             choices=[
                 ChatChoice(
                     index=choice.sample.index,
-                    message=ChatMessage(content=choice.text),
+                    message=self._message(choice.text),
                     logprobs=self._logprobs(self._new_format(), choice.logprobs),
-                    finish_reason=choice.finish.reason,
+                    finish_reason=self._finish_reason(choice.finish),
                     stop_reason=choice.finish.stop_reason,
                     token_ids=choice.token_ids if self.request.return_token_ids else UNSET,
                 )
@@ -70,6 +73,7 @@ class ChatWork:
         count = TokenCount(self.samples)
         names = TokenNames(wants_all=bool(self.request.return_token_ids))
         begun = await self.service.formats_begun(self.request, self.samples)
+        readers = {sample.index: self._new_reader(sample.index) for sample in self.samples}
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -81,7 +85,8 @@ class ChatWork:
                     yield self._opening(piece.sample, is_first=not begun)
                     begun[index] = self._new_format()
                 usage = count.usage_of(piece.sample) if self.request.includes_continuous_usage else None
-                if (chunk := self._chunk(piece, usage, names, begun[index], is_first=is_first)) is not None:
+                chunk = self._chunk(piece, usage, names, begun[index], readers[index], is_first=is_first)
+                if chunk is not None:
                     yield chunk
         if self.request.includes_usage:
             yield self._body([], usage=count.usage())
@@ -95,19 +100,30 @@ class ChatWork:
         return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET, **fields)
 
     def _chunk(
-        self, piece: Piece, usage: Usage | None, names: TokenNames, form: LogprobFormat, *, is_first: bool
+        self,
+        piece: Piece,
+        usage: Usage | None,
+        names: TokenNames,
+        form: LogprobFormat,
+        reader: CallReader | None,
+        *,
+        is_first: bool,
     ) -> ChatChunk | None:
         """Return None if the piece has nothing to show yet. `usage`: the usage so far, if wanted."""
         names_ids = names.add(piece, is_first=is_first)
         finish = piece.finish
-        if not (piece.text or finish or names_ids or self.request.logprobs):
+        calls = reader.feed(piece.text) if reader is not None else []
+        text = piece.text if reader is None else ""
+        if not (text or calls or finish or names_ids or self.request.logprobs):
             return None
         has_ended = finish is not None and finish.reason is not None
         choice = ChatChunkChoice(
             index=piece.sample.index,
-            delta=Delta(content=piece.text) if piece.text or not has_ended else Delta(),
+            delta=Delta(
+                content=text if text or not (has_ended or calls) else UNSET, tool_calls=calls or UNSET
+            ),
             logprobs=self._logprobs(form, piece.logprobs),
-            finish_reason=finish.reason if finish else None,
+            finish_reason=self._finish_reason(finish) if finish else None,
             stop_reason=finish.stop_reason if finish and has_ended else UNSET,
             token_ids=names.take(piece),
         )
@@ -122,6 +138,27 @@ class ChatWork:
         return ChatChunk(
             id=self.id, created=self.created, model=self.service.model_name, choices=choices, **fields
         )
+
+    def _new_reader(self, index: int) -> CallReader | None:
+        """Return what reads the calls of a sample, if its answer is calls; where the client's text ends."""
+        if not self.request.forced_tools:
+            return None
+        reader = CallReader(self.request.named_tool)
+        reader.feed(self.shown.get(index, ""))
+        return reader
+
+    def _message(self, text: str) -> ChatMessage:
+        if not self.request.forced_tools:
+            return ChatMessage(content=text)
+        calls = CallReader(self.request.named_tool).feed(text)
+        return ChatMessage(
+            content="", tool_calls=[ToolCall(id=call.id, function=call.function) for call in calls]
+        )
+
+    def _finish_reason(self, finish: Finish) -> str | None:
+        """Return "tool_calls" for calls that the model has chosen, as OpenAI and vLLM do."""
+        is_called = self.request.tool_choice == "required" and finish.reason == "stop"
+        return "tool_calls" if is_called else finish.reason
 
     def _logprobs(self, form: LogprobFormat, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self.request.logprobs:
@@ -146,7 +183,7 @@ async def admit_chat(service: Service, request: ChatRequest, request_id: str) ->
     request.
     """
     service.check_model(request.model)
-    request.check_tool_choice()
+    wanted = request.constraint
     if request.top_logprobs is not None and not request.logprobs:
         raise UserError("needs logprobs: true", field="top_logprobs")
     top_logprobs = check_logprobs(request.top_logprobs, "top_logprobs")
@@ -167,6 +204,7 @@ async def admit_chat(service: Service, request: ChatRequest, request_id: str) ->
         prompt_field="messages",
         prompt_logprobs=request.checked_prompt_logprobs,
         bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
+        grammar=await service.grammar_of(wanted),
     )
-    await service.replay_given(samples)
-    return ChatWork(service, request, samples, f"chatcmpl-{request_id}", int(time.time()))
+    shown = await service.replay_given(samples)
+    return ChatWork(service, request, samples, f"chatcmpl-{request_id}", int(time.time()), shown=shown)

@@ -216,6 +216,7 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         prompt_field="prompt",
         prompt_logprobs=prompt_logprobs,
         bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
+        grammar=await service.grammar_of(request.constraint),
     )
     await service.replay_given(samples)
     echoes = [""] * len(prompts)

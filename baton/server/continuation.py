@@ -35,11 +35,16 @@ def check_goes_on(
             )
 
 
-def replay(given: list[int], text: SampleText) -> None:
-    """Put `text` into its state after the given tokens. Raises UserError if a stop string ends it there."""
+def replay(given: list[int], text: SampleText) -> str:
+    """Put `text` into its state after the given tokens. Returns what it has shown of them.
+
+    Raises UserError if a stop string ends it there.
+    """
+    shown = ""
     for token_id in given:
-        text.feed(token_id)
+        shown += text.feed(token_id)
         if text.stopped_by is not None:
             raise given_refusal(
                 f"has the stop string {text.stopped_by!r}, which ends the answer; the client has all of it"
             )
+    return shown

@@ -27,6 +27,7 @@ from baton.server import continuation
 from baton.server.logprobs import LogprobFormat
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
+from baton.server.protocol.structured import Constraint
 from baton.server.protocol.weights import UpdateWeightsRequest, WeightInfo
 from baton.server.samples import Sample
 from baton.server.text import SampleText, StopStringFinder
@@ -143,6 +144,7 @@ class Service:
         prompt_field: str,
         prompt_logprobs: int | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        grammar: str | None = None,
     ) -> list[Sample]:
         """Make the samples; choice `p * n + i` is sample i of prompt p. Raises UserError.
 
@@ -185,6 +187,7 @@ class Service:
                     prompt_logprobs=prompt_logprobs,
                     allowed_token_ids=allowed_token_ids,
                     bad_words=bad_words,
+                    grammar=grammar,
                 )
             params = whole
             if room != whole.max_tokens:
@@ -232,11 +235,20 @@ class Service:
                 )
         return samples
 
-    async def replay_given(self, samples: Sequence[Sample]) -> None:
-        """Let the text of samples that another engine has begun follow its tokens. Raises UserError."""
-        for sample in samples:
-            if given := sample.request.output_token_ids:
-                await self.encoder.in_thread(partial(continuation.replay, given, sample.text))
+    async def replay_given(self, samples: Sequence[Sample]) -> dict[int, str]:
+        """Let the text of samples that another engine has begun follow its tokens. Raises UserError.
+
+        Returns the text that the client has, by sample.
+        """
+        return {
+            sample.index: await self.encoder.in_thread(partial(continuation.replay, given, sample.text))
+            for sample in samples
+            if (given := sample.request.output_token_ids)
+        }
+
+    async def grammar_of(self, wanted: Constraint | None) -> str | None:
+        """Raises UserError."""
+        return None if wanted is None else await self.encoder.grammar_of(wanted)
 
     def logprob_format(self, fields: SamplingFields) -> LogprobFormat:
         """Return the format of one choice, before its first token."""

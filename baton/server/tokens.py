@@ -17,6 +17,7 @@ from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 from baton.server.protocol.completion import Prompt
 from baton.server.protocol.sampling import check_token_ids
+from baton.server.protocol.structured import Constraint
 
 T = TypeVar("T")
 
@@ -131,6 +132,17 @@ class PromptEncoder:
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Encode each word, as at the beginning of a text and within one. Raises UserError."""
         return await self._run(sum(map(len, words)), lambda: bad_words_in_tokens(words, self._tokenizer))
+
+    async def grammar_of(self, wanted: Constraint) -> str:
+        """Return the grammar for `SamplingParams`. Raises UserError."""
+        job = Job("baton.engine.text.grammar:compile_job", self._limits.admission_s)
+        try:
+            grammar: str = await self._workers.run(job, wanted.kind, wanted.text)
+        except UserError as error:
+            raise UserError(str(error), field=wanted.field) from error
+        except (WorkerTimeout, WorkerOutOfMemory) as error:
+            raise UserError(f"cannot be compiled: it {error}", field=wanted.field) from error
+        return grammar
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run work on many tokens, each decoded alone."""

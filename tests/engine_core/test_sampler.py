@@ -348,4 +348,4 @@ def test_logprobs_are_the_models_own_whatever_was_done_to_the_logits() -> None:
 def test_plain_greedy_rows_are_one_argmax() -> None:
     logits = torch.randn(64, 100)
     rows = [row(SamplingParams(temperature=0)) for _ in range(64)]
-    assert sample(logits, rows, [2] * 64) == (logits.argmax(-1).tolist(), {})
+    assert sample(logits, rows, [2] * 64) == (logits.argmax(-1).tolist(), {}, {})

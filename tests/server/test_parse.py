@@ -28,7 +28,7 @@ def admit(body: bytes, kind: type[Request]) -> None:
         request.prompts()
     else:
         plain_messages(request.messages)
-        request.check_tool_choice()
+    assert request.constraint is None or request.constraint.text
     allowed = request.checked_allowed_ids(vocab_size=100, num_choices=1)
     assert allowed is None or sorted(set(allowed)) == list(allowed)
     request.sampling_params(max_tokens=16, logprobs=None, vocab_size=100, defaults={})
@@ -124,19 +124,6 @@ def test_a_bad_value_is_refused_by_its_field(change: dict[str, Any], field: str)
 )
 def test_a_bad_message_is_refused_by_its_place(messages: Any, field: str) -> None:
     assert field_of({"messages": messages}, ChatRequest) == field
-
-
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "f"}}, "any", "auto"]
-)
-def test_a_call_cannot_be_enforced(choice: Any) -> None:
-    body: dict[str, Any] = {"messages": [{"role": "user"}], "tool_choice": choice}
-    assert field_of(body, ChatRequest) == "tool_choice"
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    if choice != "auto":
-        assert field_of({**body, "tools": tools}, ChatRequest) == "tool_choice"
-    for allowed in ("none", "auto", None):
-        admit(json.dumps({**body, "tools": tools, "tool_choice": allowed}).encode(), ChatRequest)
 
 
 def test_a_missing_field_is_named() -> None:

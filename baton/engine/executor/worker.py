@@ -6,6 +6,7 @@ worker half -> KV cache (in the half's layout) -> register_kv_caches -> warm-up
 import pickle
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,11 @@ from baton.engine.process.channel import Channel
 from baton.engine.runner.cache_setup import allocate_for, register
 from baton.engine.runner.malloc_tuning import keep_freed_memory
 from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.runner.sampler import Grammar
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from baton.engine.text.grammar import Grammars
 
 SEND_FAILURE_S = 5.0
 
@@ -53,6 +58,7 @@ class Worker:
         load_weights(model, model_config.model)
         self._config, self._group, self._model = config, group, model
         self._staged: Decoder | None = None
+        self._grammars: Grammars | None = None  # Made for the first request that has a grammar.
         self.half = factory.worker_half(config, group.rank)
         try:
             mode = choose_mode(config, self.half) if model.can_be_recorded else GraphMode.OFF
@@ -60,8 +66,16 @@ class Worker:
             kv_caches = allocate_for(self.half, config, group, device, num_scratch_blocks=num_scratch_blocks)
             register(self.half, kv_caches, config.cache_config.num_gpu_blocks)
             graphs = None if mode is GraphMode.OFF else DecodeGraphs(config, model, kv_caches, mode, device)
+            is_driver = group.rank == 0
             self._runner = ModelRunner(
-                config, model, kv_caches, self.half, device=device, is_driver=group.rank == 0, graphs=graphs
+                config,
+                model,
+                kv_caches,
+                self.half,
+                device=device,
+                is_driver=is_driver,
+                graphs=graphs,
+                begin_grammar=self._begin_grammar if is_driver else None,
             )
             self._runner.warm_up()
             self.awaits_capture = mode is GraphMode.FULL and self.half.graph_capturable
@@ -103,6 +117,14 @@ class Worker:
                     assert staged is not None, "weights are staged first"
                     self._model.take_weights(staged)
         return RankWeights()
+
+    def _begin_grammar(self, grammar: str) -> Grammar:
+        # Imported here: `baton check` runs engines without these libraries.
+        from baton.engine.text.grammar import Grammars
+
+        if self._grammars is None:
+            self._grammars = Grammars(self._config.model_config)
+        return self._grammars.begin(grammar)
 
     def _read(self, folder: str) -> Decoder:
         """A model in host memory with the weights of the folder. Raises UserError."""

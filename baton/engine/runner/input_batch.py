@@ -9,6 +9,7 @@ A step selects its rows by one array index, so its cost hardly depends on the nu
 Preempted requests keep their rows, with the sampler's state, because they are resumed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from baton.core.config import EngineConfig
 from baton.engine.forward_context import AttentionMetadata, metadata_of_tables
-from baton.engine.runner.sampler import SamplingRow
+from baton.engine.runner.sampler import Grammar, SamplingRow
 from baton.engine.step import NewRequestData, SchedulerOutput
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -52,7 +53,9 @@ class StepInput:
 class InputBatch:
     """Rows of one rank's requests; `update` applies a step, `step_input` builds its input."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, begin_grammar: Callable[[str], Grammar] | None = None) -> None:
+        """`begin_grammar`: makes the state of an answer; None: this rank does not sample."""
+        self._begin_grammar = begin_grammar
         self._block_size = config.cache_config.block_size
         self._eos_token_ids = config.model_config.eos_token_ids
         self._seed = config.seed
@@ -107,13 +110,15 @@ class InputBatch:
             self._scored.add(new.req_id)
         self._num_computed[row] = new.num_computed_tokens
         self._set_blocks(row, new.block_ids)
+        params, begin = new.sampling_params, self._begin_grammar
         self._sampling[row] = SamplingRow.of(
             new.req_id,
-            new.sampling_params,
+            params,
             prompt=new.prompt_token_ids,
             output=new.output_token_ids,
             eos_token_ids=self._eos_token_ids,
             engine_seed=self._seed,
+            grammar=begin(params.grammar) if params.grammar is not None and begin is not None else None,
         )
 
     def _update_cached(self, output: SchedulerOutput) -> None:

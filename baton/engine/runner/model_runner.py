@@ -28,7 +28,7 @@ from baton.engine.forward_context import ForwardContext
 from baton.engine.graphs import DecodeGraphs
 from baton.engine.runner.connector_step import ConnectorStep
 from baton.engine.runner.input_batch import InputBatch, IntArray, ScoredPrompt, StepInput
-from baton.engine.runner.sampler import Sampler, SamplingRow, prompt_logprobs
+from baton.engine.runner.sampler import Grammar, Sampler, SamplingRow, prompt_logprobs
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 WARM_UP_TOKENS = 8
@@ -60,9 +60,12 @@ class ModelRunner:
         device: torch.device,
         is_driver: bool = True,
         graphs: DecodeGraphs | None = None,
+        begin_grammar: Callable[[str], Grammar] | None = None,
         wait_for_device: Callable[[], None] | None = None,
     ) -> None:
-        """`wait_for_device` returns when all launched work has ended. Default: torch's synchronisation."""
+        """`begin_grammar` makes the state of a constrained answer, on the driver.
+
+        `wait_for_device` returns when all launched work has ended. Default: torch's synchronisation."""
         self._model = model
         self._kv_caches = kv_caches
         self._layers = attention_layers(kv_caches, config.cache_config.num_gpu_blocks, config.kv_cache_groups)
@@ -72,7 +75,7 @@ class ModelRunner:
         self._is_driver = is_driver
         self._graphs = graphs
         self._block_size = config.cache_config.block_size
-        self._batch = InputBatch(config)
+        self._batch = InputBatch(config, begin_grammar)
         self._sampler = Sampler()
         self._awaited_rows: deque[IntArray] = deque()  # Per step: rows whose tokens rank 0 has not sent yet.
 
@@ -180,6 +183,7 @@ class ModelRunner:
             result.sampled_token_ids = [[] for _ in step_input.req_ids]
             for place, token_id in zip(index.tolist(), sampled.token_ids, strict=True):
                 result.sampled_token_ids[place] = [token_id]
+        result.errors = {step_input.req_ids[index[row]]: error for row, error in sampled.errors.items()}
         for row, logprobs in sampled.logprobs.items():
             result.logprobs[step_input.req_ids[index[row]]] = [logprobs]
 

@@ -1,6 +1,6 @@
 """Sampler: chooses the next token for each row of logits [B, V] (float32).
 
-    raw logits --> allowed tokens, bias, min_tokens, bad words, penalties --> greedy rows: argmax
+    raw logits --> grammar, allowed tokens, bias, min_tokens, bad words, penalties --> greedy rows: argmax
                                                \\-> / temperature --> min-p, top-k, top-p --> draw
     raw logits --> log_softmax                     (what `logprobs` reports)
 
@@ -18,13 +18,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprob, TokenLogprobs
+from baton.engine.api import PromptLogprobs, RequestError, SamplingParams, TokenLogprob, TokenLogprobs
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -83,6 +83,16 @@ class TokenCounts:
         return self._counts[: len(self._slot)]
 
 
+class Grammar(Protocol):
+    """State of one answer in its grammar; see `baton.engine.text.grammar.GrammarState`."""
+
+    @property
+    def error(self) -> RequestError | None: ...
+    def restart(self, output: Sequence[int]) -> None: ...
+    def accept(self, token_id: int) -> None: ...
+    def allowed(self) -> npt.NDArray[np.bool_]: ...
+
+
 @dataclass(slots=True, eq=False)
 class SamplingRow:
     """Sampler state of one request. `counts` exists only if a penalty needs it."""
@@ -93,6 +103,7 @@ class SamplingRow:
     blocked_token_ids: tuple[int, ...]  # Ids that would end the output before `min_tokens`.
     counts: TokenCounts | None
     output: list[int] | None  # The output so far; only if a bad word has several tokens.
+    grammar: Grammar | None = None  # Rank 0's, which alone samples.
     _forbidden: torch.Tensor | None = None
 
     @classmethod
@@ -105,7 +116,11 @@ class SamplingRow:
         output: Sequence[int] = (),
         eos_token_ids: Sequence[int],
         engine_seed: int,
+        grammar: Grammar | None = None,
     ) -> SamplingRow:
+        """`grammar`: in its state before the output."""
+        if grammar is not None:
+            grammar.restart(output)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         return cls(
             params=params,
@@ -115,6 +130,7 @@ class SamplingRow:
             blocked_token_ids=tuple(sorted(ends)) if params.min_tokens else (),
             counts=TokenCounts(prompt, output) if has_penalties(params) else None,
             output=list(output) if any(len(word) > 1 for word in params.bad_words_token_ids) else None,
+            grammar=grammar,
         )
 
     def recount(self, token_ids: Sequence[int]) -> None:
@@ -124,6 +140,8 @@ class SamplingRow:
             self.counts = TokenCounts(prompt, output)
         if self.output is not None:
             self.output = list(output)
+        if self.grammar is not None:
+            self.grammar.restart(output)
 
     def forbidden(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """Bool [V]: the tokens that are not in `allowed_token_ids`.
@@ -158,6 +176,7 @@ class Sampled(NamedTuple):
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # Logprobs by row, only for rows with `logprobs`.
+    errors: dict[int, RequestError]  # Rows whose token means nothing: their requests have to end.
 
 
 class _Plan:
@@ -178,13 +197,21 @@ class _Plan:
         if self.restricted:
             masks = [rows[row].forbidden(vocab_size, device) for row in self.restricted]
             self.forbidden_AV = torch.stack(masks)
+        self.constrained = [
+            (row, state.grammar) for row, state in enumerate(rows) if state.grammar is not None
+        ]
         self.with_bad_words = [row for row, state in enumerate(rows) if state.params.bad_words_token_ids]
         self.blocked = [row for row, state in enumerate(rows) if state.blocked_token_ids]
         self.penalised = [row for row, state in enumerate(rows) if state.counts is not None]
         self.with_logprobs = [row for row, state in enumerate(rows) if state.params.logprobs is not None]
         self.random = [row for row, state in enumerate(rows) if not state.params.is_greedy]
         self.is_adjusted = bool(
-            self.biased or self.restricted or self.with_bad_words or self.blocked or self.penalised
+            self.biased
+            or self.constrained
+            or self.restricted
+            or self.with_bad_words
+            or self.blocked
+            or self.penalised
         )
         self.is_plain = not (self.is_adjusted or self.with_logprobs or self.random)
         params = [rows[row].params for row in self.random]
@@ -226,7 +253,7 @@ class Sampler:
         if plan is None or (plan.rows is not rows and plan.rows != rows):
             plan = self._plan = _Plan(rows, logits_BV.shape[1], logits_BV.device)
         if plan.is_plain:
-            return Sampled(_argmax(logits_BV), {})
+            return Sampled(_argmax(logits_BV), {}, {})
 
         adjusted_BV = _adjust(logits_BV, plan, positions)
         chosen_B = adjusted_BV.argmax(dim=-1)
@@ -240,7 +267,13 @@ class Sampler:
         for row in plan.with_bad_words:
             if (output := rows[row].output) is not None:
                 output.append(token_ids[row])
-        return Sampled(token_ids, _logprobs(logits_BV, plan, token_ids))
+        errors: dict[int, RequestError] = {}
+        for row, grammar in plan.constrained:
+            if (error := grammar.error) is not None:
+                errors[row] = error
+            else:
+                grammar.accept(token_ids[row])
+        return Sampled(token_ids, _logprobs(logits_BV, plan, token_ids), errors)
 
 
 def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tensor:
@@ -262,12 +295,16 @@ def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Te
     ]
     logits_BV = logits_BV.clone()
     device = logits_BV.device
+    if plan.constrained:
+        allowed_GV = torch.from_numpy(np.stack([grammar.allowed() for _, grammar in plan.constrained]))
+        index = [row for row, _ in plan.constrained]
+        logits_BV[index] = logits_BV[index].masked_fill(~allowed_GV.to(device), -math.inf)
     if plan.restricted:
         logits_BV[plan.restricted] = logits_BV[plan.restricted].masked_fill(plan.forbidden_AV, -math.inf)
     if plan.biased:
         rows, tokens, biases = zip(*plan.biased, strict=True)
-        index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
-        logits_BV.index_put_(index, torch.tensor(biases, device=device), accumulate=True)
+        places = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
+        logits_BV.index_put_(places, torch.tensor(biases, device=device), accumulate=True)
     if blocked:
         rows, tokens = zip(*blocked, strict=True)
         logits_BV[torch.tensor(rows, device=device), torch.tensor(tokens, device=device)] = -math.inf

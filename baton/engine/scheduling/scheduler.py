@@ -285,6 +285,10 @@ class Scheduler:
         )
         bad_ids, step, running = failures.affected_ids, self.in_flight.num_done, RequestStatus.RUNNING
         any_finished = False
+        for request_id, error in result.errors.items():
+            request = requests.get(request_id)
+            if request is not None and self._counts_for(request, failures):
+                self._lifecycle.fail(request, error)
         for request_id, (position, part) in result.prompt_logprobs.items():
             request = requests.get(request_id)
             if request is not None and self._counts_for(request, failures):

@@ -77,6 +77,15 @@ class Tokenizer:
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()
         return cls(fast, ChatTemplate(source, special_tokens) if source is not None else None, digest)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, with those of added tokens."""
+        return self._fast.get_vocab_size()
+
+    def json_text(self) -> str:
+        """The content of a tokenizer.json, for other libraries."""
+        return self._fast.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add those around a text, such as a beginning-of-text
         token.

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
 from baton.server.protocol.sampling import SamplingFields
+from baton.server.protocol.structured import Constraint, constraint_of_call, constraint_of_calls
 from baton.server.protocol.usage import Usage
 
 MAX_MESSAGES = 4096
@@ -168,24 +169,50 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, str]] | None = None
     reasoning_effort: ReasoningEffort | None = None
 
-    def check_tool_choice(self) -> None:
-        """Raise UserError for a choice that would need constrained output."""
-        match self.tool_choice:
-            case None | "none":
-                return
-            case "auto" if self.tools:
-                return
+    @property
+    def forced_tools(self) -> list[FunctionDefinition]:
+        """Return the tools of which one must be called; none if the model decides. Raises UserError."""
+        choice = self.tool_choice
+        if choice in (None, "none"):
+            return []
+        functions = [tool.function for tool in self.tools or ()]
+        if not functions:
+            raise UserError("needs tools", field="tool_choice")
+        match choice:
             case "auto":
-                raise UserError("needs tools", field="tool_choice")
+                return []
+            case "required":
+                return functions
+            case {"type": "function", "function": {"name": str() as name}}:
+                # The model was shown the last one of several with one name last.
+                if not (named := [one for one in functions if one.name == name][-1:]):
+                    raise UserError(f"has no tool {name!r}", field="tools")
+                return named
             case _:
                 raise UserError(
-                    "must be none or auto: this server does not constrain its output, so a call cannot be "
-                    "enforced; ask for it in the messages",
+                    'must be none, auto, required or {"type": "function", "function": {"name": ...}}',
                     field="tool_choice",
                 )
+
+    @property
+    def named_tool(self) -> str | None:
+        """Return the tool that the answer calls, whose text is then the call's arguments."""
+        return self.forced_tools[0].name if isinstance(self.tool_choice, dict) else None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        if not (forced := self.forced_tools):
+            return super().constraint
+        if (other := super().constraint) is not None:
+            raise UserError("cannot be combined with a tool choice", field=other.field)
+        tools = [(one.name, one.parameters) for one in forced]
+        if self.named_tool is not None:
+            return constraint_of_call(tools[0][1])
+        return constraint_of_calls(tools, is_parallel=self.parallel_tool_calls is not False)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -218,10 +245,31 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a call in a stream. The first one has the id, the type and the name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str | UnsetType
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,6 +296,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

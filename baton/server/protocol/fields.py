@@ -53,7 +53,7 @@ _TOKENIZE: tuple[Endpoint, ...] = ("tokenize",)
 _ENCODE: tuple[Endpoint, ...] = ("chat", "tokenize")
 _ALL: tuple[Endpoint, ...] = ("completions", "chat", "tokenize", "detokenize")
 
-_NO_GRAMMAR = "this server does not constrain its output; leave the field out and check the answer"
+_RENAMED = "it is a field of structured_outputs now"
 _NO_MEDIA = "this server takes text only; leave the field out"
 _NO_CHOICE = "the template belongs to the model; pass variables in chat_template_kwargs"
 
@@ -86,8 +86,13 @@ FIELDS: tuple[Field, ...] = (
         ("max_completion_tokens", "takes precedence over `max_tokens`"),
         ("logprobs", "true or false"),
         ("top_logprobs", "0 to 20; needs `logprobs: true`"),
-        ("tools", "input of the template; calls come back as text"),
-        ("tool_choice", "`none` or `auto`, with the same effect: the model decides"),
+        ("tools", "input of the template; calls come back as text, unless `tool_choice` asks for them"),
+        (
+            "tool_choice",
+            "`none` or `auto`, with the same effect: the model decides; `required`, or a tool's name: the "
+            "answer is constrained to calls, and comes back as `tool_calls`",
+        ),
+        ("parallel_tool_calls", "false: `required` gives one call; it does not change calls that are text"),
         ("documents", "input of the template"),
         (
             "reasoning_effort",
@@ -114,6 +119,15 @@ FIELDS: tuple[Field, ...] = (
         ("frequency_penalty", "-2 to 2"),
         ("logit_bias", "token ids to numbers in -100 to 100; at most 1024"),
         ("allowed_token_ids", "at least one id; no other token is chosen"),
+        (
+            "response_format",
+            "`text`, `json_object` or `json_schema`; not with `min_tokens`, `allowed_token_ids`, `bad_words`",
+        ),
+        (
+            "structured_outputs",
+            "one of `json`, `regex`, `choice`, `grammar` (Lark or GBNF) and `json_object: true`; at most "
+            "131072 characters; of the options `disable_any_whitespace`",
+        ),
         ("bad_words", "at most 128 words, with and without a space before; at most 1024 tokens in all"),
         ("stop", "at most 16 strings of 1 to 256 characters"),
         ("stop_token_ids", "at most 1024 ids"),
@@ -153,14 +167,12 @@ FIELDS: tuple[Field, ...] = (
     *_implemented(("detokenize",), ("tokens", "token ids")),
     *_refused(
         _GENERATE,
-        ("response_format", _NO_GRAMMAR, ({"type": "text"},)),
-        ("structured_outputs", _NO_GRAMMAR, ()),
-        ("guided_json", _NO_GRAMMAR, ()),
-        ("guided_regex", _NO_GRAMMAR, ()),
-        ("guided_choice", _NO_GRAMMAR, ()),
-        ("guided_grammar", _NO_GRAMMAR, ()),
-        ("guided_decoding_backend", _NO_GRAMMAR, ()),
-        ("guided_whitespace_pattern", _NO_GRAMMAR, ()),
+        ("guided_json", _RENAMED, ()),
+        ("guided_regex", _RENAMED, ()),
+        ("guided_choice", _RENAMED, ()),
+        ("guided_grammar", _RENAMED, ()),
+        ("guided_decoding_backend", "the backend is llguidance; leave it out", ()),
+        ("guided_whitespace_pattern", "leave it out; structured_outputs has disable_any_whitespace", ()),
         ("use_beam_search", "use sampling with n, and choose among the answers", (False,)),
         ("length_penalty", "it is for beam search; leave it out", (1.0,)),
         ("watermarking", "leave it out", (False,)),
@@ -208,7 +220,6 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_ignored(
         _CHAT,
-        ("parallel_tool_calls", "calls come back as text, all of them"),
         ("include_reasoning", "reasoning comes back as text, as from vLLM without a reasoning parser"),
     ),
 )

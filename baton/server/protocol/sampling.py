@@ -7,6 +7,12 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.retention import SESSION_CHARS_MAX
 from baton.engine.api import MAX_LOGPROBS, SamplingParams
+from baton.server.protocol.structured import (
+    Constraint,
+    ResponseFormat,
+    StructuredOutputs,
+    constraint_of,
+)
 
 MAX_SAMPLES = 128  # `n`; OpenAI's limit.
 MAX_STOP_STRINGS = 16
@@ -53,6 +59,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -125,6 +133,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("is not available with stream: true", field="prompt_logprobs")
         return count
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """Return what the answer must be. Raises UserError."""
+        return constraint_of(self.response_format, self.structured_outputs)
+
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Return the part of a prompt that `truncate_prompt_tokens` keeps. Raises UserError."""
         limit = self.truncate_prompt_tokens
@@ -173,6 +186,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: int | None = None,
         allowed_token_ids: tuple[int, ...] | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        grammar: str | None = None,
     ) -> SamplingParams:
         """Convert to SamplingParams. Raises UserError.
 
@@ -204,6 +218,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             logit_bias=self._checked_bias(vocab_size),
             allowed_token_ids=allowed_token_ids,
             bad_words_token_ids=bad_words,
+            grammar=grammar,
             stop_token_ids=self._checked_stop_ids(vocab_size),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
