@@ -69,9 +69,9 @@ class DecodingEngine:
         for index in range(num_running):
             self.add(f"request-{index}", PROMPT_TOKENS, num_steps + block_tokens)
 
-    def add(self, request_id: str, num_tokens: int, max_tokens: int) -> None:
+    def add(self, request_id: str, num_tokens: int, max_tokens: int, *, grammar: str | None = None) -> None:
         prompt = [5 + (7 * len(request_id) + 31 * token) % 500 for token in range(num_tokens)]
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, grammar=grammar)
         refusal = self.core.add_request(
             EngineRequest(
                 request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, arrival_time_s=0.0

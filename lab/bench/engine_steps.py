@@ -3,18 +3,20 @@
     python -m lab.bench.engine_steps                    all dtypes
     python -m lab.bench.engine_steps --dtypes bfloat16  some
 
-    decode    a step of 1, 8 and 16 requests           / its products      goal: at most 1.15
-    prefill   the products of a prompt of 512 tokens   / its step without attention    goal: at least 0.85
+    decode        a step of 1, 8 and 16 requests           / its products      goal: at most 1.15
+    prefill       the products of a prompt of 512 tokens   / its step without attention    goal: at least 0.85
+    constrained   a step of 8 requests, one with a grammar / the same without  goal: at most 1.05
 
 The products of a step are recorded with their inputs and multiplied again after it, in turns, by one thread.
 Each figure is the least processor time of all turns, so a busy machine changes it little.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from baton.core.config import ModelConfig
 from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.matmul import Matmul
+from baton.engine.text.grammar import compile_job
 from lab.bench.decode_graphs import DecodingEngine
 from lab.bench.handoff.system import model_folder
 
@@ -35,7 +38,8 @@ DTYPES = ("float32", "bfloat16")
 NUM_RUNNING = (1, 8, 16)
 PREFILL_TOKENS = 512
 WARM_UP_STEPS, TURNS, PREFILL_TURNS = 3, 15, 7
-DECODE_GOAL, PREFILL_GOAL = 1.15, 0.85
+DECODE_GOAL, PREFILL_GOAL, CONSTRAINED_GOAL = 1.15, 0.85, 1.05
+CONSTRAINED_TURNS = 100
 
 Call = tuple[Matmul, torch.Tensor]
 
@@ -129,6 +133,25 @@ def prefill(dtype: str) -> tuple[float, float, float]:
         return min(steps), min(products), min(attention)
 
 
+def constrained(dtype: str) -> tuple[float, float]:
+    """Least seconds of a step of 8 requests, one of them with a grammar, and of such a step without one."""
+    num_steps = WARM_UP_STEPS + CONSTRAINED_TURNS
+    times: dict[str | None, list[float]] = {compile_job("schema", '{"type": "object"}'): [], None: []}
+    with ExitStack() as stack:
+        engines: dict[str | None, DecodingEngine] = {}
+        for grammar in times:
+            engine = DecodingEngine(model_of(dtype), 7, num_steps=num_steps, num_other_tokens=1024)
+            engines[grammar] = stack.enter_context(closing(engine))
+            engine.add("the eighth", 64, num_steps, grammar=grammar)
+        for _ in range(num_steps):
+            for grammar, engine in engines.items():
+                started_s = time.thread_time()
+                engine.step()
+                times[grammar].append(time.thread_time() - started_s)
+    with_one, without = (min(times[grammar][WARM_UP_STEPS:]) for grammar in times)
+    return with_one, without
+
+
 def run(dtypes: Sequence[str]) -> Table:
     table = Table(title="A step and its matrix products, one thread, ms of processor time (least)")
     table.title_justify = "left"
@@ -138,21 +161,36 @@ def run(dtypes: Sequence[str]) -> Table:
         for num_running in NUM_RUNNING:
             step_s, products_s, attention_s = decode(dtype, num_running)
             figure = step_s / products_s
-            _add_row(table, dtype, f"decode, {num_running} running", step_s, products_s, attention_s, figure)
+            what = f"decode, {num_running} running"
+            _add_row(table, dtype, what, step_s, products_s, attention_s, figure, most=DECODE_GOAL)
         step_s, products_s, attention_s = prefill(dtype)
         figure = products_s / (step_s - attention_s)
-        _add_row(table, dtype, f"prefill, {PREFILL_TOKENS} tokens", step_s, products_s, attention_s, figure)
+        what = f"prefill, {PREFILL_TOKENS} tokens"
+        _add_row(table, dtype, what, step_s, products_s, attention_s, figure, least=PREFILL_GOAL)
+        with_one_s, without_s = constrained(dtype)
+        figure = with_one_s / without_s
+        _add_row(table, dtype, "8 running, 1 constrained", with_one_s, 0, 0, figure, most=CONSTRAINED_GOAL)
     return table
 
 
 def _add_row(
-    table: Table, dtype: str, what: str, step_s: float, products_s: float, attention_s: float, figure: float
+    table: Table,
+    dtype: str,
+    what: str,
+    step_s: float,
+    products_s: float,
+    attention_s: float,
+    figure: float,
+    *,
+    most: float = math.inf,
+    least: float = 0.0,
 ) -> None:
-    is_decode = what.startswith("decode")
-    is_met = figure <= DECODE_GOAL if is_decode else figure >= PREFILL_GOAL
-    goal = f"<= {DECODE_GOAL}" if is_decode else f">= {PREFILL_GOAL}"
-    milliseconds = (f"{seconds * 1e3:.2f}" for seconds in (step_s, products_s, attention_s))
-    table.add_row(dtype, what, *milliseconds, f"{figure:.2f}", f"{goal}, {'met' if is_met else 'missed'}")
+    goal = f">= {least}" if least else f"<= {most}"
+    verdict = "met" if least <= figure <= most else "missed"
+    milliseconds = (
+        f"{seconds * 1e3:.2f}" if seconds else "" for seconds in (step_s, products_s, attention_s)
+    )
+    table.add_row(dtype, what, *milliseconds, f"{figure:.2f}", f"{goal}, {verdict}")
 
 
 def main(arguments: Sequence[str] = ()) -> int:
