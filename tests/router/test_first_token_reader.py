@@ -67,7 +67,16 @@ def test_a_token_whose_text_is_held_back_shows_nothing_yet(nothing: dict[str, An
     assert b"72" in shown.events
 
 
-@pytest.mark.parametrize("something", [{"finish_reason": "stop"}, {"logprobs": {"tokens": ["H"]}}])
+@pytest.mark.parametrize(
+    "something",
+    [
+        {"finish_reason": "stop"},
+        {"logprobs": {"tokens": ["H"]}},
+        {"delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}},
+        {"delta": {"content": "", "reasoning": "Hm"}},
+        {"delta": {"a_field_of_the_future": 1}},
+    ],
+)
 def test_a_token_without_text_is_shown_for_what_comes_with_it(something: dict[str, Any]) -> None:
     first, _ = read(event(token(text="", **something)))
     assert first.events

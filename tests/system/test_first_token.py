@@ -174,6 +174,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tool_choice": "required",
         "parallel_tool_calls": False,
     },
+    "a named call": {
+        "messages": [{"role": "user", "content": "Call it."}],
+        "temperature": 0,
+        "max_tokens": 60,
+        "ignore_eos": False,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": ARGUMENTS}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
     "chat logprobs": {
         "messages": [{"role": "user", "content": "Say something longer."}],
         "temperature": 0,

@@ -102,11 +102,12 @@ class FirstTokenReader:
 def _has_something_to_show(choice: dict[str, Any]) -> bool:
     """Whether an engine sends an event for this choice if no ids are asked for.
 
-    An engine may hold the text of the first token back.
+    An engine may hold the text of the first token back. Whatever else a delta has is shown: calls of tools,
+    for example.
     """
     delta = choice["delta"]
-    text = delta.get("content") if isinstance(delta, dict) else choice["text"]
-    return bool(text or choice["finish_reason"] or choice["logprobs"])
+    shown = any(delta.values()) if isinstance(delta, dict) else choice["text"]
+    return bool(shown or choice["finish_reason"] or choice["logprobs"])
 
 
 def _message(error: Any) -> str:
