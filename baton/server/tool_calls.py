@@ -35,7 +35,7 @@ class CallReader:
         """Return what the text adds: one delta for each call that it reaches."""
         new: dict[
             int, tuple[str | None, str]
-        ] = {}  # By call: its name, if it begins here, and its arguments.
+        ] = {}  # A name for each call that begins, and arguments.
         while text:
             if self._is_in_arguments:
                 end = self._end_of_arguments(text)
