@@ -184,7 +184,7 @@ async def admit_chat(service: Service, request: ChatRequest, request_id: str) ->
     """
     service.check_model(request.model)
     wanted = request.constraint
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise UserError("needs logprobs: true", field="top_logprobs")
     top_logprobs = check_logprobs(request.top_logprobs, "top_logprobs")
     token_ids = await service.encoder.encode_chat(

@@ -210,7 +210,7 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         request,
         kept,
         request_id=f"cmpl-{request_id}",
-        max_tokens=max(1, max_tokens) if request.echo else max_tokens,
+        max_tokens=1 if request.echo and max_tokens == 0 else max_tokens,
         max_tokens_field="max_tokens",
         logprobs=logprobs,
         prompt_field="prompt",

@@ -123,8 +123,8 @@ class Service:
             )
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for another model. None means the served model."""
-        if name is not None and name != self.model_name:
+        """Raise ApiError 404 for another model. None and an empty name mean the served model."""
+        if name and name != self.model_name:
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist; this server has {self.model_name!r}",
@@ -164,6 +164,9 @@ class Service:
                 f"{MAX_PROMPT_LOGPROBS} fit into one answer: ask for fewer alternatives or for less text",
                 field="prompt_logprobs" if fields.prompt_logprobs is not None else "logprobs",
             )
+        if max_tokens is None:  # vLLM's name of it in a checkpoint.
+            default = self.model_config.generation_config.get("max_new_tokens")
+            max_tokens = default if isinstance(default, int) and default > 0 else None
         arrival_time_s = time.monotonic()
         samples = []
         whole: SamplingParams | None = None
@@ -175,7 +178,6 @@ class Service:
                 self.model_config.max_model_len,
                 field=where,
                 max_field=max_tokens_field,
-                is_truncated=fields.truncate_prompt_tokens is not None,
                 continues_elsewhere=ask.is_prefill_leg,
             )
             if whole is None:  # The same for all prompts except max_tokens; its lists are checked once.

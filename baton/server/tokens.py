@@ -13,6 +13,7 @@ from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import PAUSE_S
+from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 from baton.server.protocol.completion import Prompt
@@ -42,6 +43,7 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = model.vocab_size
+        self._max_model_len = model.max_model_len
         self._max_chars = min(model.max_model_len * MAX_CHARS_PER_TOKEN, limits.max_text_chars)
         self._workers = workers
         self._limits = limits
@@ -61,7 +63,7 @@ class PromptEncoder:
     async def encode(
         self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """Return the prompt as token ids. Raises UserError."""
+        """Return the prompt as token ids. Raises UserError, or ApiError for one that is too long."""
         if not isinstance(prompt, str):
             await self._check_ids(prompt, field)
             return prompt
@@ -86,7 +88,7 @@ class PromptEncoder:
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Render a chat with the model's template and encode it. Raises UserError.
+        """Render a chat with the model's template and encode it. Raises UserError, ApiError as `encode`.
 
         `variables` are the client's own for the template. The template writes the special tokens, so none
         are added.
@@ -115,6 +117,7 @@ class PromptEncoder:
             raise UserError(f"the model's chat template {error}", field="messages") from error
         except (UnicodeEncodeError, OverflowError) as error:
             raise UserError(f"cannot be rendered: {error}", field="messages") from error
+        self._check_chars(len(text), "messages")
         return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens=False))
 
     async def _check_ids(self, token_ids: list[int], field: str) -> None:
@@ -151,10 +154,8 @@ class PromptEncoder:
     def _check_chars(self, num_chars: int, field: str) -> None:
         """Refuse a text that is far too long before it is encoded: all requests share the threads."""
         if num_chars > self._max_chars:
-            raise UserError(
-                f"has {num_chars} characters; the model and this server take at most {self._max_chars}",
-                field=field,
-            )
+            num = f"{num_chars} characters (more than {self._max_chars} characters)"
+            raise too_long(num, self._max_model_len, field=field)
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
         if num_chars <= SHORT_CHARS:
@@ -184,16 +185,28 @@ def bad_words_in_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
     return tuple(dict.fromkeys(forms))
 
 
+def too_long(prompt: str, max_model_len: int, *, field: str) -> ApiError:
+    """Return the error for a prompt beyond the model's context, whose size `prompt` says.
+
+    litellm recognizes it by vLLM's phrase, and LangChain by OpenAI's code. Both then use their fallbacks.
+    """
+    return ApiError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+        f"{prompt}. Please reduce the length of the input prompt.",
+        param=field,
+        code="context_length_exceeded",
+    )
+
+
 def check_room(token_ids: list[int], max_model_len: int, *, field: str) -> int:
-    """Return how many tokens fit after a prompt. Raises UserError if there is no room for one."""
+    """Return how many tokens fit after a prompt. Raises UserError for none, ApiError if no token fits."""
     room = max_model_len - len(token_ids)
     if not token_ids:
         raise UserError("must have at least one token", field=field)
     if room < 1:
-        raise UserError(
-            f"has {len(token_ids)} tokens; the model's {max_model_len} are for prompt and answer together",
-            field=field,
-        )
+        num = f"{len(token_ids)} input tokens, which leaves no room for an output token"
+        raise too_long(num, max_model_len, field=field)
     return room
 
 
@@ -204,26 +217,24 @@ def check_length(
     *,
     field: str,
     max_field: str,
-    is_truncated: bool = False,
     continues_elsewhere: bool = False,
 ) -> int:
-    """Return how many tokens may be generated. Raises UserError if the prompt leaves too little room.
+    """Return how many tokens may be generated: `max_tokens`, or what the prompt leaves if that is less.
 
-    A client that has its prompt truncated does not know its length: `max_tokens` is then reduced to the
-    room. An answer that `continues_elsewhere` needs room for one token here.
+    Raises UserError for `max_tokens` outside the model's length, ApiError as `check_room`. An answer that
+    `continues_elsewhere` needs room for one token here; the other engine knows its own length.
     """
     room = check_room(token_ids, max_model_len, field=field)
     if max_tokens is None:
         return room
-    if continues_elsewhere:
-        room = max(room, max_tokens)
-    elif is_truncated:
-        max_tokens = min(max_tokens, room)
-    if max_tokens > room:
-        raise UserError(
-            f"must be at most {room}: the prompt has {len(token_ids)} tokens of {max_model_len}",
-            field=max_field,
-        )
     if max_tokens < 1:
         raise UserError(f"must be at least 1, is {max_tokens}", field=max_field)
-    return max_tokens
+    if continues_elsewhere:
+        return max_tokens
+    if max_tokens > max_model_len:
+        raise UserError(
+            f"{max_field}={max_tokens} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens.",
+            field=max_field,
+        )
+    return min(max_tokens, room)

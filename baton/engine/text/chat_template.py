@@ -47,6 +47,11 @@ class ChatTemplate:
     def _takes_parts(self) -> bool:
         return takes_parts(self._template.environment.parse(self.source))
 
+    @property
+    def _knows_developer(self) -> bool:
+        """Whether the template has messages of the role `developer`, by vLLM's rule."""
+        return "'developer'" in self.source or '"developer"' in self.source
+
     def check(self) -> None:
         """Raises UserError if the template does not compile."""
         assert self._template is not None
@@ -60,11 +65,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         max_chars: int | None = None,
     ) -> str:
-        """Raises UserError if the template refuses the conversation, or its text exceeds `max_chars`."""
+        """Return the prompt; of one that has more than `max_chars`, so many characters and one more.
+
+        Raises UserError if the template refuses the conversation.
+        """
         template = self._template
+        plain = with_content(messages, as_parts=self._takes_parts)
         context = {
             **self.special_tokens,
-            "messages": with_content(messages, as_parts=self._takes_parts),
+            "messages": plain if self._knows_developer else without_developer(plain),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -85,9 +94,7 @@ class ChatTemplate:
         except Exception as error:
             # The template may fail in any way on the client's values.
             raise UserError(f"the model's chat template refuses it: {error}", field="messages") from error
-        if max_chars is not None and num_chars > max_chars:
-            raise UserError(f"has more than {max_chars} characters in the model's template", field="messages")
-        return "".join(pieces)
+        return "".join(pieces)[: None if max_chars is None else max_chars + 1]
 
 
 @lru_cache(maxsize=4)
@@ -161,6 +168,26 @@ def _content(message: Mapping[str, Any], *, as_parts: bool) -> Any:
     if as_parts:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     return content if isinstance(content, str) else SEPARATOR.join(part["text"] for part in content or ())
+
+
+def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages for a template that does not know the role `developer`, as in vLLM.
+
+    Such a message becomes one of the system. Templates want one system message, and want it first: if any
+    message of a developer is there, the texts of all system messages are joined.
+    """
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    plain = [_of_system(message) if message["role"] == "developer" else message for message in messages]
+    if all(message["role"] != "system" for message in plain[1:]):
+        return plain
+    texts = [_content(message, as_parts=False) for message in plain if message["role"] == "system"]
+    merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [merged, *(message for message in plain if message["role"] != "system")]
+
+
+def _of_system(message: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: value for key, value in message.items() if key != "tools"}, "role": "system"}
 
 
 def takes_parts(template: nodes.Template) -> bool:

@@ -28,6 +28,7 @@ from baton.core.json_text import NotJson, decode_json
 from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retention
 from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.http.json_body import decode_as, decode_field
+from baton.http.lax_values import SCALARS, as_lax
 from baton.tracing.trace_context import HEADERS as TRACE_HEADERS
 
 PARAMS = "kv_transfer_params"
@@ -174,7 +175,7 @@ def with_kept(body: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, 
 def _look_at(name: str, value: msgspec.Raw) -> Any:
     """Raises UserError."""
     if name in _ROUTED:
-        return decode_field(value, name)
+        return as_lax(decode_field(value, name), SCALARS.get(name, object))
     return None if value == _NULL else value
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from baton.core.errors import UserError
 from baton.http.json_body import decode_field
+from baton.http.lax_values import as_lax
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def _ignored(endpoints: tuple[Endpoint, ...], *fields: tuple[str, str]) -> Itera
 
 
 FIELDS: tuple[Field, ...] = (
-    *_implemented(_ALL, ("model", "the served model's name, or left out")),
+    *_implemented(_ALL, ("model", "the served model's name; empty or left out: the same")),
     *_implemented(
         _TEXT,
         ("prompt", "text, token ids, or a list of either; at most 1024 prompts"),
@@ -85,7 +86,7 @@ FIELDS: tuple[Field, ...] = (
         ("messages", "1 to 4096 messages of text, with tool calls, tool results and reasoning"),
         ("max_completion_tokens", "takes precedence over `max_tokens`"),
         ("logprobs", "true or false"),
-        ("top_logprobs", "0 to 20; needs `logprobs: true`"),
+        ("top_logprobs", "0 to 20; above 0 it needs `logprobs: true`"),
         ("tools", "input of the template; calls come back as text, unless `tool_choice` asks for them"),
         (
             "tool_choice",
@@ -107,9 +108,13 @@ FIELDS: tuple[Field, ...] = (
         ("n", "1 to 128"),
         ("stream", "true or false"),
         ("stream_options", "`include_usage`, and with it `continuous_usage_stats`; needs `stream: true`"),
-        ("max_tokens", "1 or more, as far as the context has room; completions: 16 unless given"),
+        (
+            "max_tokens",
+            "1 to the model's context length; cut to the room that the prompt leaves; completions: 16 unless "
+            "given",
+        ),
         ("min_tokens", "0 to `max_tokens`"),
-        ("temperature", "0 to 100; below 0.00001 greedy"),
+        ("temperature", "0 (greedy) to 100; values above 0 are at least 0.01"),
         ("top_p", "above 0, at most 1"),
         ("top_k", "-1 or 0 (all tokens), or positive"),
         ("min_p", "0 to 1"),
@@ -117,7 +122,7 @@ FIELDS: tuple[Field, ...] = (
         ("repetition_penalty", "above 0, at most 100"),
         ("presence_penalty", "-2 to 2"),
         ("frequency_penalty", "-2 to 2"),
-        ("logit_bias", "token ids to numbers in -100 to 100; at most 1024"),
+        ("logit_bias", "token ids to numbers, which are cut to -100 to 100; at most 1024"),
         ("allowed_token_ids", "at least one id; no other token is chosen"),
         (
             "response_format",
@@ -129,20 +134,19 @@ FIELDS: tuple[Field, ...] = (
             "131072 characters; of the options `disable_any_whitespace`",
         ),
         ("bad_words", "at most 128 words, with and without a space before; at most 1024 tokens in all"),
-        ("stop", "at most 16 strings of 1 to 256 characters"),
+        ("stop", "at most 16 strings of 1 to 1024 characters"),
         ("stop_token_ids", "at most 1024 ids"),
         ("include_stop_str_in_output", "true or false; shows stop tokens too"),
         ("ignore_eos", "true or false"),
         ("skip_special_tokens", "true or false"),
         (
             "truncate_prompt_tokens",
-            "-1 (all but one token of the context) or 1 to the context length; `max_tokens` is then cut to "
-            "the room that the context leaves",
+            "-1 (all but one token of the context) or 1 to the context length",
         ),
         ("truncation_side", "`left` (keeps the last tokens, the default) or `right`"),
         (
             "prompt_logprobs",
-            "0 to 20, not with `stream: true`; the whole prompt is computed here: no cache is read, no "
+            "0 to 20, with `stream: true` only 0; the whole prompt is computed here: no cache is read, no "
             "KV is loaded",
         ),
         ("priority", "32 bits; lower runs first under policy `priority`"),
@@ -248,15 +252,10 @@ def check_fields(body: dict[str, msgspec.Raw], endpoint: Endpoint) -> None:
 def _check_refused(field: Field, raw: msgspec.Raw) -> None:
     if len(memoryview(raw)) <= MAX_NEUTRAL_BYTES:
         value = decode_field(raw, field.name)  # The value may be a number that no double holds.
-        if value is None or any(_is_same(value, neutral) for neutral in field.neutral):
+        if value is None or any(as_lax(value, type(neutral)) == neutral for neutral in field.neutral):
             return
     accepted = "".join(f" or {msgspec.json.encode(value).decode()}" for value in field.neutral)
     raise UserError(f"is not supported: {field.note} (accepted: null{accepted})", field=field.name)
-
-
-def _is_same(value: Any, neutral: Any) -> bool:
-    """Compare as JSON: true is not 1."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _log_unknown(name: str, endpoint: Endpoint) -> None:

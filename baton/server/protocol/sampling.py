@@ -16,10 +16,11 @@ from baton.server.protocol.structured import (
 
 MAX_SAMPLES = 128  # `n`; OpenAI's limit.
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256  # Length of one stop string: up to this much text is held back.
+MAX_STOP_CHARS = 1024  # Length of one stop string: up to this much text is held back.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
+MIN_TEMPERATURE = 0.01  # vLLM's, for all but greedy choice.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MAX = 2**31
 MAX_TOP_K = 2**31 - 1
@@ -98,7 +99,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_stream_options(self) -> None:
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise UserError("is only allowed with stream: true", field="stream_options")
 
     @property
@@ -129,8 +130,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checked_prompt_logprobs(self) -> int | None:
         count = check_logprobs(self.prompt_logprobs, "prompt_logprobs")
-        if count is not None and self.stream:
-            raise UserError("is not available with stream: true", field="prompt_logprobs")
+        if count and self.stream:
+            raise UserError("must be 0 with stream: true, which shows none", field="prompt_logprobs")
         return count
 
     @property
@@ -204,10 +205,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             value = defaults.get(name)
             return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
+        temperature = chosen("temperature", 1.0)
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
-            temperature=chosen("temperature", 1.0),
+            temperature=max(temperature, MIN_TEMPERATURE) if temperature > 0 else temperature,
             top_p=chosen("top_p", 1.0),
             top_k=int(chosen("top_k", 0)),
             min_p=chosen("min_p", 0.0),
@@ -250,16 +252,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError(f"at most {MAX_BIASED_TOKENS} tokens", field="logit_bias")
         bias: dict[int, float] = {}
         for key, value in self.logit_bias.items():
-            # isdecimal alone would accept digits of other scripts.
-            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
+            try:
+                token_id = int(key)
+            except ValueError:
+                token_id = -1
+            if not 0 <= token_id < vocab_size:
                 raise UserError(
                     f"keys are token ids in [0, {vocab_size}), is {key[:20]!r}", field="logit_bias"
                 )
-            if not -MAX_BIAS <= value <= MAX_BIAS:
-                raise UserError(
-                    f"must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}], is {value}", field=f"logit_bias.{key}"
-                )
-            bias[int(key)] = value
+            bias[token_id] = min(MAX_BIAS, max(-MAX_BIAS, value))
         return bias
 
     def _checked_stop_ids(self, vocab_size: int) -> tuple[int, ...]:
