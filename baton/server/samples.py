@@ -38,6 +38,7 @@ class Sample:
     include_stop: bool = False  # Show the stop token or string that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
     continues_elsewhere: bool = False  # Reaching the limit does not end the answer.
+    is_cut: bool = False  # The context has less room than the client's limit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ async def _pieces_of(
                     engine.take_back(output.kv_transfer_params)
                 _raise_if_failed(output)
                 observer.output(output)
-                parts = _with_first_alone(output) if is_first else (output,)
+                parts = _with_first_alone(sample, output) if is_first else (output,)
                 is_first = is_first and not output.new_token_ids
                 for piece in (_piece(sample, part) for part in parts):
                     ends = piece.finish is not None and piece.finish.reason is not None
@@ -160,12 +161,14 @@ async def _pieces_of(
         observer.finish("error")  # No effect if it has ended.
 
 
-def _with_first_alone(output: EngineOutput) -> Sequence[EngineOutput]:
+def _with_first_alone(sample: Sample, output: EngineOutput) -> Sequence[EngineOutput]:
     """Split the first token off: a router compares it with the first token of another engine.
 
-    An engine that loads a prompt with tokens of its answer reports these and the next one at once.
+    An engine that loads a prompt with tokens of its answer reports these and the next one at once. Where the
+    context ends after the first token, the end is split off as well: the prefill engine does not know it.
     """
-    if len(output.new_token_ids) < 2:
+    ends_context = sample.is_cut and not sample.continues_elsewhere and output.finish_reason == "length"
+    if len(output.new_token_ids) < 2 and not ends_context:
         return (output,)
     logprobs = output.new_logprobs
     first = structs.replace(

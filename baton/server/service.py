@@ -233,6 +233,7 @@ class Service:
                         # The first fetches the KV; the others find it in the prefix cache.
                         waits_for_first=not is_first and ask.fetches,
                         continues_elsewhere=continues,
+                        is_cut=max_tokens is not None and max_tokens > room,
                     )
                 )
         return samples

@@ -154,8 +154,7 @@ class PromptEncoder:
     def _check_chars(self, num_chars: int, field: str) -> None:
         """Refuse a text that is far too long before it is encoded: all requests share the threads."""
         if num_chars > self._max_chars:
-            num = f"{num_chars} characters (more than {self._max_chars} characters)"
-            raise too_long(num, self._max_model_len, field=field)
+            raise too_long(f"more than {self._max_chars} characters", self._max_model_len, field=field)
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
         if num_chars <= SHORT_CHARS:
@@ -221,8 +220,8 @@ def check_length(
 ) -> int:
     """Return how many tokens may be generated: `max_tokens`, or what the prompt leaves if that is less.
 
-    Raises UserError for `max_tokens` outside the model's length, ApiError as `check_room`. An answer that
-    `continues_elsewhere` needs room for one token here; the other engine knows its own length.
+    Raises UserError for `max_tokens` below 1, ApiError for one above the model's length, and as `check_room`.
+    An answer that `continues_elsewhere` needs room for one token here; the other engine knows its own length.
     """
     room = check_room(token_ids, max_model_len, field=field)
     if max_tokens is None:
@@ -232,9 +231,10 @@ def check_length(
     if continues_elsewhere:
         return max_tokens
     if max_tokens > max_model_len:
-        raise UserError(
-            f"{max_field}={max_tokens} cannot be greater than max_model_len={max_model_len}. "
-            "Please request fewer output tokens.",
-            field=max_field,
+        raise ApiError(
+            400,
+            f"{max_field}={max_tokens} cannot be greater than max_model_len={max_model_len}. Please request "
+            "fewer output tokens.",
+            param=max_field,
         )
     return min(max_tokens, room)

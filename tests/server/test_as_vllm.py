@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from baton.core.errors import UserError
 from baton.engine.text.chat_template import ChatTemplate
 from baton.http.lax_values import as_lax
-from baton.server.protocol.chat import ChatRequest
+from baton.server.protocol.chat import ChatRequest, plain_messages
 from baton.server.protocol.completion import CompletionRequest
 from baton.server.protocol.parse import MAX_LAX_BYTES, parse_request
 from tests.server.fakes import (
@@ -26,13 +26,9 @@ from tests.server.fakes import (
 )
 from tests.server.test_templates import TAGGED
 
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Say"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Sa"}]},
-}
-LONG = {
-    "/v1/completions": {"prompt": "a" * MAX_MODEL_LEN},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a" * MAX_MODEL_LEN}]},
 }
 
 
@@ -46,7 +42,8 @@ def path(request: pytest.FixtureRequest) -> str:
 
 texts = (
     st.from_regex(r"[ \n]?[+-]?[0-9_]{0,4}(\.[0-9_]{0,2})?(e[+-]?[0-9])?[ \n]?", fullmatch=True)
-    | st.sampled_from("true false True FALSE t F yes No y n on OFF 1 0 nan inf -Infinity ٣ 0x1 1__0".split())
+    | st.sampled_from(["true", "false", "True", "FALSE", "t", "F", "yes", "No", "y", "n", "on", "OFF"])
+    | st.sampled_from(["1", "0", "nan", "inf", "-Infinity", "٣", "0x1", "1__0"])
     | st.text(max_size=4)
 )
 scalars = (
@@ -78,18 +75,22 @@ def test_a_scalar_is_read_as_by_pydantic(value: Any, kind: type) -> None:
     )
 
 
-LAX = [
+LAX: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_tokens": "3", "min_tokens": 2.0, "n": True}, {"max_tokens": 3, "min_tokens": 2, "n": 1}),
     ({"temperature": "0.5", "top_p": True}, {"temperature": 0.5, "top_p": 1.0}),
-    ({"stream": "false", "echo": 1, "ignore_eos": "Yes"}, {"stream": False, "echo": True, "ignore_eos": True}),
+    (
+        {"stream": "false", "echo": 1, "ignore_eos": "Yes"},
+        {"stream": False, "echo": True, "ignore_eos": True},
+    ),
     ({"logprobs": True}, {"logprobs": 1}),
-    ({"stop_token_ids": ["5", 6.0], "logit_bias": {"7": "1e1"}}, {"stop_token_ids": [5, 6], "logit_bias": {"7": 10}}),
-    ({"stream": True, "stream_options": {"include_usage": "on"}}, {"stream": True, "stream_options": {"include_usage": True}}),
+    ({"stop_token_ids": ["5", 6.0]}, {"stop_token_ids": [5, 6]}),
+    ({"logit_bias": {"7": "1e1"}}, {"logit_bias": {"7": 10}}),
+    ({"stream_options": {"include_usage": "on"}}, {"stream_options": {"include_usage": True}}),
     ({"prompt": [1.0, 2]}, {"prompt": [1, 2]}),
     ({"prompt": [["1", 2]]}, {"prompt": [[1, 2]]}),
-]  # fmt: skip
-SAME = [{"prompt": ["1"]}, {"prompt": "1", "stop": "2", "cache_salt": "3", "user": 4}]
-REFUSED = [
+]
+SAME: list[dict[str, Any]] = [{"prompt": ["1"]}, {"prompt": "1", "stop": "2", "cache_salt": "3", "user": 4}]
+REFUSED: list[dict[str, Any]] = [
     {"max_tokens": 3.5},
     {"max_tokens": "null"},
     {"max_tokens": "x"},
@@ -197,7 +198,8 @@ def test_a_prompt_beyond_the_context_is_told_as_clients_expect(
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["param"] in ("prompt", "messages")
-    assert error["message"].startswith("This model's maximum context length is 200 tokens. However, ")
+    told = "This model's maximum context length is 200 tokens. However, your prompt contains "
+    assert error["message"].startswith(told)
     assert engine.requests == []
 
 
@@ -244,6 +246,28 @@ def test_a_template_that_knows_developers_gets_their_messages() -> None:
     assert "Use metres." in ChatTemplate(TAGGED, {"bos_token": ""}).render(
         [DEVELOPER, USER], add_generation_prompt=True
     )
+
+
+BILLING = "x-anthropic-billing-header: cch=1"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (f"{BILLING}\nBe brief", "Be brief"),
+        (BILLING, []),
+        ([{"type": "text", "text": BILLING}, {"type": "text", "text": "a"}], [{"type": "text", "text": "a"}]),
+    ],
+)
+def test_claude_codes_header_is_no_part_of_the_prompt(content: Any, expected: Any) -> None:
+    def plain(role: str) -> Any:
+        body = {"messages": [{"role": role, "content": content}]}
+        return plain_messages(parse_request(json.dumps(body).encode(), ChatRequest, "chat").messages)[0][
+            "content"
+        ]
+
+    assert plain("system") == expected
+    assert plain("user") == content
 
 
 # --- Single values ------------------------------------------------------------------------------------

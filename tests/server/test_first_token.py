@@ -86,6 +86,24 @@ def test_an_answer_that_d_has_room_for_needs_room_for_one_token_at_p(
     assert http.post("/v1/completions", json=body).json()["error"]["param"] == "prompt"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_end_of_ds_context_after_the_first_token_has_a_chunk_of_its_own(
+    http: httpx.Client, path: str
+) -> None:
+    """P does not know D's context: both streams must show the same first token, without an end."""
+    text = "a" * (MAX_MODEL_LEN - (1 if path == "/v1/completions" else 3))
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 9}
+    of_p = chunks(http, path, **body, kv_transfer_params=P_LEG)
+    *of_d, end = chunks(http, path, **body, kv_transfer_params=D_LEG)
+    for found in (of_p, of_d):
+        (choice,) = found[-1]["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([ord("H")], None)
+        assert text_of(found) == "H"
+    assert (end["choices"][0]["finish_reason"], text_of([end])) == ("length", "")
+    *_, whole = chunks(http, path, **body)
+    assert (whole["choices"][0]["finish_reason"], text_of([whole])) == ("length", "H")
+
+
 @pytest.mark.parametrize(
     ("first", "body", "stop_reason"),
     [("\0", {}, None), ("H", {"stop_token_ids": [ord("H")]}, ord("H")), ("H", {"stop": ["H"]}, "H")],

@@ -34,6 +34,7 @@ OTHER_CASTS = frozenset(
         "test_refused",
         "test_requests",
         "test_self_test",
+        "test_server_differences",
         "test_shared_storage",
         "test_states",
         "test_tier",

@@ -13,6 +13,7 @@ from baton.server.protocol.usage import Usage
 
 MAX_MESSAGES = 4096
 
+_BILLING_HEADER = "x-anthropic-billing-header"
 _CALL = ("id", "function", "type")  # Keys in vLLM's order; other keys follow.
 _FUNCTION = ("arguments", "name")
 
@@ -66,7 +67,7 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
 
     def _content(self, field: str) -> str | list[dict[str, str]]:
         if isinstance(self.content, str):
-            return self.content
+            return [] if (shown := self._shown(self.content)) is None else shown
         parts = []
         for index, part in enumerate(self.content or ()):
             match part:
@@ -81,8 +82,18 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
                         "only parts of type text, with a text, are supported",
                         field=f"{field}.content[{index}]",
                     )
-            parts.append({"type": "text", "text": text})
+            if (shown := self._shown(text)) is not None:
+                parts.append({"type": "text", "text": shown})
         return parts
+
+    def _shown(self, text: str) -> str | None:
+        """Return a text without Claude Code's header, as in vLLM; None if nothing else is there.
+
+        The header differs in each request, so no request would find the blocks of another in a cache.
+        """
+        if self.role != "system" or not text.startswith(_BILLING_HEADER):
+            return text
+        return text.partition("\n")[2] or None
 
 
 def _plain_call(call: dict[str, Any], field: str) -> dict[str, Any]:
