@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import UserError
 from baton.core.json_text import decode_json
+from baton.http.lax_values import SCALARS, as_lax
 from baton.http.settings import HttpSettings
 from baton.router.request.tokens import continuation as exact
 from baton.router.request.tokens.continuation import kept_body
@@ -137,7 +138,7 @@ def test_a_body_that_stays_bytes_is_routed_as_one_that_is_decoded(body: dict[str
         kept = legs.parse_body(raw)
     except UserError:
         return
-    decoded = decode_json(raw)
+    decoded = {name: as_lax(value, SCALARS.get(name, object)) for name, value in decode_json(raw).items()}
     prompt = body.get("prompt")
     are_ids = isinstance(prompt, list) and all(type(part) is int for part in prompt)
     if not isinstance(prompt, list) or (are_ids and len(prompt) > 1 and "messages" not in body):

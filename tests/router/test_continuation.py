@@ -95,7 +95,7 @@ async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, token
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("body", [{"stop": "x"}, {"min_tokens": "2"}], ids=str)
+@pytest.mark.parametrize("body", [{"stop": "x"}, {"min_tokens": "two"}], ids=str)
 async def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[str, Any]) -> None:
     p, d = vllm(introduces=True), vllm()
     async with introduced_system([p], [d], mode=mode) as s:
