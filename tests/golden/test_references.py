@@ -28,6 +28,11 @@ NO_REFERENCES = (
 )
 
 _DOTTED = re.compile(r"(?<![\w./-])(baton|lab)((?:\.[a-z]\w*)+)(?:[:.]([A-Za-z]\w*))?(?![\w-]|\.\d|\.__)")
+_IMPORT = re.compile(
+    r"\bfrom (baton|lab)((?:\.\w+)*) import (\([^()]*\)|\w+(?: as \w+)?(?:, \w+(?: as \w+)?)*)"
+)
+# A module that a text leaves to be filled in cannot be followed. An f-string has its values beside it.
+_TEMPLATE = re.compile(r'(\bf"[^"\n]*)?((?:baton|lab)(?:\.\w+)*\.\{)')
 _FOLDERS = "baton|lab|tests|docs|examples|scripts|deploy"
 _PATH = re.compile(rf"(?<![\w./-])((?:{_FOLDERS})/[\w./-]+\.(?:py|md|toml|yaml|json|txt))\b")
 
@@ -48,11 +53,13 @@ def code_of(file: Path) -> str:
 
 def defines(file: Path, name: str) -> bool:
     """Whether the module has such a name: its own, an imported one, or one that `__getattr__` finds."""
-    own, quoted = rf"(?:async def|def|class) {name}\b|{name}\s*[:=]", rf'    "{name}"'
+    own = rf"(?:async def|def|class) {name}\b|(?:\w+, )*{name}(?:, \w+)*\s*[:=]"
+    quoted = rf'(?:    |__all__ .*)"{name}"'
     imported = rf"(?:from \S+ )?import .*\b{name}\b|    {name},"
     return re.search(rf"^(?:{own}|{quoted}|{imported})", code_of(file), re.MULTILINE) is not None
 
 
+@cache
 def leads_somewhere(package: str, dotted: str, attribute: str | None) -> bool:
     """Up to two names after a module: what it defines, and a member of that."""
     parts = [package, *dotted[1:].split(".")]
@@ -69,6 +76,11 @@ def leads_somewhere(package: str, dotted: str, attribute: str | None) -> bool:
 def unresolved(text: str, folder: Path = ROOT) -> list[str]:
     """`folder`: of the text. Paths in it begin there, or at the root of the repository."""
     dotted = [found.group(0) for found in _DOTTED.finditer(text) if not leads_somewhere(*found.groups())]
+    for package, module, names in _IMPORT.findall(text):
+        members = re.findall(r"(\w+)(?: as \w+)?", re.sub(r"#[^\n]*", "", names))
+        lost = (name for name in members if not leads_somewhere(package, f"{module}.{name}", None))
+        dotted += [f"{package}{module}.{name}" for name in lost]
+    dotted += [name for string, name in _TEMPLATE.findall(text) if not string]
     paths = [path for path in _PATH.findall(text) if not ((ROOT / path).exists() or (folder / path).exists())]
     return [name for name in dotted + paths if not name.startswith(NO_REFERENCES)]
 
@@ -86,4 +98,9 @@ def test_what_leads_nowhere_is_noticed() -> None:
         "baton.core.config.Nothing",
         "docs/nothing.md",
     ]
+    program = (
+        "from baton.core.config import EngineConfig, Nothing\nfrom baton.hosts.vllm.{module} import {name}"
+    )
+    assert unresolved(program) == ["baton.core.config.Nothing", "baton.hosts.vllm.{"]
+    assert unresolved('import_module(f"baton.hosts.vllm.{module}")') == []
     assert unresolved("baton.core.config.EngineConfig.max_chunk, baton.cli:main. baton.ticket.1") == []
