@@ -1,7 +1,5 @@
 """Fixtures for tests of the whole system."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,18 +13,8 @@ from baton.engine.llm import LLM
 
 
 @pytest.fixture(scope="session")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A very small checkpoint, made by `baton model new`."""
-    folder = tmp_path_factory.mktemp("model") / "small"
-    size = ["--hidden", "64", "--layers", "2"]
-    command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder), *size]
-    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default checkpoint of a module's engines; its heads can be split over two ranks."""
+    """A very small checkpoint; its heads can be split over two ranks."""
     folder = tmp_path_factory.mktemp("model") / "small"
     write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
     return folder

@@ -41,9 +41,9 @@ def demo(model: Path | None, logs: Path, *options: str) -> "subprocess.Completed
     ids=["push", "multi"],
 )
 def test_the_demo_moves_kv_and_the_tokens_are_equal(
-    small_model: Path, tmp_path: Path, options: list[str], expected_lines: list[str]
+    model: Path, tmp_path: Path, options: list[str], expected_lines: list[str]
 ) -> None:
-    ended = demo(small_model, tmp_path / "logs", "--num-blocks", "256", *options)
+    ended = demo(model, tmp_path / "logs", "--num-blocks", "256", *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [line for line in expected_lines if line not in ended.stdout] == []
 
@@ -79,10 +79,10 @@ def test_a_family_can_be_chosen_and_its_model_is_kept(tmp_path: Path) -> None:
     ids=["pull", "chunk", "layer"],
 )
 def test_three_engines_share_a_gpu_and_the_tokens_are_equal(
-    small_model: Path, tmp_path: Path, options: list[str], dtype: str
+    model: Path, tmp_path: Path, options: list[str], dtype: str
 ) -> None:
     on_gpu = ("--device", "cuda", "--dtype", dtype)
-    ended = demo(small_model, tmp_path / "logs", "--prompts", "6", *on_gpu, *options)
+    ended = demo(model, tmp_path / "logs", "--prompts", "6", *on_gpu, *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "6 of 6 answers equal" in ended.stdout
 

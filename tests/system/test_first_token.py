@@ -86,9 +86,9 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def system(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     plan = plan_system(
-        EngineArguments(small_model, num_blocks=512),
+        EngineArguments(model, num_blocks=512),
         num_prefill=1,
         num_decode=1,
         num_single=1,

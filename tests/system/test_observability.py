@@ -44,10 +44,10 @@ class Observed:
 
 
 @pytest.fixture(scope="module")
-def observed(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+def observed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     folder = tmp_path_factory.mktemp("logs")
     plan = plan_system(
-        EngineArguments(small_model, num_blocks=512, served_model_name="small"),
+        EngineArguments(model, num_blocks=512, served_model_name="small"),
         num_prefill=1,
         num_decode=1,
         handoff=HandoffArguments("pull"),

@@ -39,9 +39,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, count_file: Path) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def engines(fleet: Fleet, small_model: Path) -> Iterator[list[Engine]]:
+def engines(fleet: Fleet, model: Path) -> Iterator[list[Engine]]:
     with closing(Engines(fleet)) as engines:
-        yield engines.start(("p", small_model, TRANSFER), ("d", small_model, TRANSFER))
+        yield engines.start(("p", model, TRANSFER), ("d", model, TRANSFER))
 
 
 @pytest.fixture
@@ -61,17 +61,9 @@ def test_a_ticket_is_verified_once_in_a_request_that_pulls(engines: list[Engine]
     assert len(tokens_of(d.complete(prompt, params))) == 12
     assert tokens_in(verified) == [params["baton_ticket"]]
     assert d.metric("kv_peer_transfers_total") == 1
-
-
-@pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler on this machine")
-def test_the_cache_of_a_producer_on_this_host_is_mapped(engines: list[Engine]) -> None:
-    p, d = engines
-    prompt = make_prompt(4)
-    assert len(tokens_of(d.complete(prompt, p.prefill(prompt)))) == 12
-    received = re.findall(
-        r'baton:kv_transport_bytes_total\{.*transport="([^"]+)"', d.client.get(f"{d.url}/metrics").text
-    )
-    assert received == ["local:mapped"]
+    metrics = d.client.get(f"{d.url}/metrics").text
+    received = re.findall(r'baton:kv_transport_bytes_total\{.*transport="([^"]+)"', metrics)
+    assert received == ["local:mapped"] or not LIBRARY.exists(), "a cache on this host is mapped"
 
 
 def test_a_ticket_is_verified_once_in_a_request_that_is_refused(

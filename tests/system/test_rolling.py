@@ -19,7 +19,7 @@ from tests.system.engines import POLL_S, START_S, WAIT_S, Engines, make_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
-NUM_CLIENTS = 4
+NUM_CLIENTS, PAUSE_S = 4, 0.05
 KEY = "key-of-all-engines-0123456789"
 ROLES = {"p0": "kv_producer", "d0": "kv_consumer", "d1": "kv_consumer"}
 
@@ -70,7 +70,7 @@ class Clients:
     def _ask(self, number: int) -> None:
         with httpx.Client(base_url=self._url, timeout=WAIT_S, trust_env=False) as client:
             client.headers["authorization"] = f"Bearer {KEY}"
-            while not self._stopping.is_set():
+            while not self._stopping.wait(PAUSE_S):
                 number += 1
                 which = number % len(self._prompts)
                 try:

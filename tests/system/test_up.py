@@ -78,10 +78,8 @@ def assert_gone(family: list[psutil.Process]) -> None:
 
 
 @pytest.mark.timeout(START_S + 5 * END_S)
-def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(
-    small_model: Path, tmp_path: Path
-) -> None:
-    with forking_programs(), up(small_model, tmp_path) as system:
+def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(model: Path, tmp_path: Path) -> None:
+    with forking_programs(), up(model, tmp_path) as system:
         prompt = list(range(300, 400))
         answer = ask(system, prompt)
         assert answer.status_code == 200, answer.text
@@ -122,12 +120,10 @@ def ask(system: Up, prompt: list[int], *, verify: ssl.SSLContext | bool = True) 
 
 
 @pytest.mark.timeout(START_S + 3 * END_S)
-def test_its_router_may_have_tls_and_kill_dash_nine_leaves_no_orphan(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_its_router_may_have_tls_and_kill_dash_nine_leaves_no_orphan(model: Path, tmp_path: Path) -> None:
     """The certificate names another host than the address at which `baton up` waits for the router."""
     authority = Authority(tmp_path, "ours")
-    with up(small_model, tmp_path, authority.issue("router.example")) as system:
+    with up(model, tmp_path, authority.issue("router.example")) as system:
         context = context_of(authority.ca)
         context.check_hostname = False
         assert ask(system, list(range(300, 400)), verify=context).status_code == 200
