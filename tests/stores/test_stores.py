@@ -299,7 +299,7 @@ def test_a_network_fault_is_reported_and_ends(medium: Medium, store: Store, faul
     store.write(name_of(1), (content,))
     impatient = medium.make(SHORT_S)
     medium.proxy.fault = fault
-    medium.proxy.drop()
+    medium.proxy.cut()
     try:
         with pytest.raises(Unusable, match="io"):
             read(impatient, name_of(1))
@@ -314,7 +314,7 @@ def test_a_network_fault_is_reported_and_ends(medium: Medium, store: Store, faul
                 impatient.check()
     finally:
         medium.proxy.fault = ""
-        medium.proxy.drop()
+        medium.proxy.cut()
         impatient.close()
     assert read(store, name_of(1)) == content
 

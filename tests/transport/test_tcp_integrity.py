@@ -21,7 +21,7 @@ from baton.transport.tcp.sealing import Integrity
 from baton.transport.tcp.transport import TcpOptions, TcpTransport
 from baton.transport.tcp.wire import ANSWER, REQUEST, VERSION, TcpEndpoint
 from tests.transport.copy_library import built
-from tests.transport.tcp_proxy import END, Frame, FrameProxy, Tamper, pass_on
+from tests.transport.frame_proxy import END, Frame, FrameProxy, Tamper, pass_on
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 OLD_SECRET = ClusterSecret(b"the secret before this one")

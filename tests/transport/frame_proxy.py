@@ -1,8 +1,6 @@
 """A proxy between a tcp reader and its owner that changes frames in transit."""
 
-import contextlib
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +9,7 @@ import numpy as np
 
 from baton.transport.tcp.sealing import TAG_BYTES
 from baton.transport.tcp.wire import ANSWER, COPY_BYTES, DATA, REQUEST, receive_exactly
-
-TIMEOUT_S = 30.0
+from tests.tcp_proxy import Run, TcpProxy
 
 
 @dataclass(frozen=True)
@@ -33,51 +30,19 @@ def pass_on(frame: Frame) -> list[bytes]:
     return [frame.content]
 
 
-class FrameProxy:
-    """Listens on `port`; connects to `target` for each incoming connection."""
+class FrameProxy(TcpProxy):
+    """A test sets `target` when the owner listens."""
 
     def __init__(self) -> None:
         self.tamper: Tamper = pass_on
-        self.target = 0
         self.frames: list[Frame] = []  # Frames as received, before `tamper`.
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._sockets: list[socket.socket] = []
         self._num_connections = 0
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        super().__init__()
 
-    def close(self) -> None:
-        _shut(self._listener)
-        self._threads[0].join(TIMEOUT_S)
-        self._listener.close()
-        self.cut()
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
-        for sock in self._sockets:
-            sock.close()
-
-    def cut(self) -> None:
-        """Resets all connections."""
-        for sock in list(self._sockets):
-            _shut(sock)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                reader, _ = self._listener.accept()
-                try:
-                    owner = socket.create_connection(("127.0.0.1", self.target), timeout=TIMEOUT_S)
-                except OSError:
-                    reader.close()
-                    continue
-                for sock in (reader, owner):
-                    sock.settimeout(None)
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._sockets += [reader, owner]
-                _Connection(self, self._num_connections, reader, owner).start(self._threads)
-                self._num_connections += 1
+    def ways(self, client: socket.socket, server: socket.socket) -> tuple[Run, Run]:
+        connection = _Connection(self, self._num_connections, client, server)
+        self._num_connections += 1
+        return connection.from_reader, connection.from_owner
 
 
 class _Connection:
@@ -88,22 +53,7 @@ class _Connection:
         self._owner = owner
         self._due: deque[int] = deque()  # Sizes of the answers that the reader waits for.
 
-    def start(self, threads: list[threading.Thread]) -> None:
-        for run in (self._from_reader, self._from_owner):
-            thread = threading.Thread(target=self._guard, args=(run,))
-            threads.append(thread)
-            thread.start()
-
-    def _guard(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except Exception:  # Either end is gone, or has sent nonsense after tampering.
-            pass
-        finally:
-            _shut(self._reader)
-            _shut(self._owner)
-
-    def _from_reader(self) -> None:
+    def from_reader(self) -> None:
         self._forward("hello", 0, _prefixed(self._reader), self._owner)
         number = 0
         while True:
@@ -115,7 +65,7 @@ class _Connection:
             self._forward("request", number, bytes(header + body), self._owner)
             number += 1
 
-    def _from_owner(self) -> None:
+    def from_owner(self) -> None:
         self._forward("challenge", 0, _prefixed(self._owner), self._reader)
         self._forward("welcome", 0, _prefixed(self._owner), self._reader)
         number = 0
@@ -138,8 +88,3 @@ class _Connection:
 def _prefixed(sock: socket.socket) -> bytes:
     length = receive_exactly(sock, 4)
     return bytes(length + receive_exactly(sock, int.from_bytes(length, "little")))
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
