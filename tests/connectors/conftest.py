@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 
 import pytest
@@ -17,7 +18,7 @@ from tests.connectors.engine_world import (
     Start,
     answering,
     engines,
-    windowed_model,
+    small_model,
 )
 from tests.connectors.pull_world import World
 
@@ -44,8 +45,8 @@ def alone(start: Start) -> LLM:
 
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
-    """Models with windows, by family."""
-    return cache(lambda family: windowed_model(tmp_path_factory.mktemp(family), family))
+    """Models by family, and by the dtype of the cache that may follow its name."""
+    return cache(lambda family: small_model(tmp_path_factory.mktemp(family.split()[0]), family))
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +54,12 @@ def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
     """Answer of an engine with a model of this family and without a connector."""
     with answering(model_of) as answer:
         yield answer
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -49,11 +49,19 @@ StartCore = Callable[..., "Stepped"]
 WINDOW = 10
 
 
-def windowed_model(folder: Path, family: str) -> ModelConfig:
-    """A model of six layers. `gemma3`, `gpt_oss`: some layers have a WINDOW. `mistral`: all have."""
-    shape: dict[str, Any] = {"hidden": 32, "layers": 6, "heads": 4, "vocab": 512, "max_position": 256}
-    write_checkpoint(folder, family=family, sliding_window=WINDOW, **shape)
-    return load_model_config(folder)
+# Layers of a family, three of any other. Those of six: some layers have a WINDOW; of `mistral` all have.
+LAYERS = {"gemma3": 6, "gpt_oss": 6, "mistral": 6, "mamba2": 5, "granite_hybrid": 5, "qwen3_next": 5}
+
+
+def small_model(folder: Path, family: str) -> ModelConfig:
+    """A model of the family. The dtype of its cache may follow its name."""
+    name, *dtype = family.split()
+    layers = LAYERS.get(name, 3)
+    shape: dict[str, Any] = {"hidden": 32, "heads": 4, "vocab": 512, "max_position": 256}
+    write_checkpoint(
+        folder, family=name, layers=layers, sliding_window=WINDOW if layers == 6 else None, **shape
+    )
+    return msgspec.structs.replace(load_model_config(folder), kv_cache_dtype=dtype[0] if dtype else "auto")
 
 
 def bytes_moved(config: EngineConfig, num_tokens: int, *, first_token: int = 0) -> int:
@@ -151,6 +159,23 @@ def hands_over(engine_id: str | None, kind: str = "Pull", **extra: Any) -> dict[
     return {"kv_connector": connector, "engine_id": engine_id, "kv_connector_extra_config": extra}
 
 
+def pair_in(
+    stack: ExitStack,
+    model: ModelConfig,
+    connector: dict[str, Any] | None = None,
+    block_sizes: tuple[int, int] = (BLOCK, BLOCK),
+    **cache: Any,
+) -> tuple[LLM, LLM]:
+    """P and D that end with `stack`. `connector`: fields of the KVTransferConfig, of pull without them."""
+
+    def start(name: str, block_size: int) -> LLM:
+        transfer = {**(hands_over(name, timers=PATIENT) or {}), **(connector or {})}
+        config = config_of(model, transfer, num_blocks=100, block_size=block_size, cache=cache)
+        return start_in(stack, config)
+
+    return start("p", block_sizes[0]), start("d", block_sizes[1])
+
+
 def hand_over(p: LLM, d: LLM, prompt: list[int], sampling: SamplingParams = GREEDY) -> Completion:
     """P prefills the prompt, D fetches it and answers."""
     (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
@@ -238,11 +263,34 @@ def run_all(*engines: Stepped) -> None:
     run_until(lambda: not any(engine.has_open for engine in engines), *engines)
 
 
+def push_all(
+    stack: ExitStack,
+    model: ModelConfig,
+    prompts: Sequence[list[int]],
+    *,
+    tp_sizes: tuple[int, int] = (1, 1),
+    block_of_d: int = BLOCK,
+    params: dict[str, Any] | None = None,
+    **extra: Any,
+) -> tuple[list[Completion], list[dict[str, Any]]]:
+    """D's answers and the records of the transfers. `params`: of both legs. `extra`: of the connectors."""
+
+    def start(name: str, tp_size: int, block_size: int) -> Stepped:
+        transfer = hands_over(name, "Push", timers=PATIENT, **extra)
+        sizes: dict[str, Any] = {"num_blocks": 100, "budget": 16, "block_size": block_size}
+        return Stepped(core_in(stack, config_of(model, transfer, tp_size=tp_size, **sizes)))
+
+    p, d = start("p", tp_sizes[0], BLOCK), start("d", tp_sizes[1], block_of_d)
+    decoded = [add_pair(p, d, f"r{index}", prompt, **(params or {})) for index, prompt in enumerate(prompts)]
+    run_all(p, d)
+    return decoded, d.transfers
+
+
 def add_pair(
-    p: Stepped, d: Stepped, name: str, prompt: list[int], on_p: SamplingParams | None = None
+    p: Stepped, d: Stepped, name: str, prompt: list[int], on_p: SamplingParams | None = None, **params: Any
 ) -> Completion:
     """Add both legs of a pushed prompt, D's first. `on_p`: otherwise P samples one token."""
-    for_p, for_d = legs_of(p.core, name)
+    for_p, for_d = ({**leg, **params} for leg in legs_of(p.core, name))
     decoded = d.add(name, prompt, GREEDY, for_d)
     p.add(name, prompt, on_p or ONE_TOKEN, for_p)
     return decoded

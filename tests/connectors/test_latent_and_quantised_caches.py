@@ -1,8 +1,8 @@
 """Latent and quantised caches are handed over, stored and loaded: slots of other widths and dtypes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,6 @@ import pytest
 import torch
 from msgspec import msgpack, structs
 
-from baton.checkpoints.checkpoint import load_model_config
-from baton.checkpoints.random_model import write_checkpoint
 from baton.connectors.pull.control import agent
 from baton.core.config import ModelConfig
 from baton.engine.core.engine_core import EngineCore
@@ -25,19 +23,15 @@ from tests.connectors.engine_world import (
     FACTORY,
     GREEDY,
     ONE_TOKEN,
-    PATIENT,
     SETTLE_S,
     AnswerOf,
     ModelOf,
-    Stepped,
-    add_pair,
-    answering,
     config_of,
-    core_in,
     hand_over,
     hands_over,
+    pair_in,
     prompt_of,
-    run_all,
+    push_all,
     start_in,
 )
 from tests.connectors.storage_world import fill, starting, storage
@@ -53,45 +47,16 @@ FAMILIES = [
     "llama fp8_e4m3",
     "qwen3 int8_per_token_head",
 ]
+STATES = ["mamba2", "granite_hybrid", "qwen3_next"]
 PROMPTS = [prompt_of(70), prompt_of(3), prompt_of(32, step=11), prompt_of(101, step=13)]
 
 
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
-    def make(family: str) -> ModelConfig:
-        family, *dtype = family.split()
-        folder = tmp_path_factory.mktemp(family)
-        write_checkpoint(folder, family=family, hidden=32, layers=3, heads=4, vocab=512, max_position=256)
-        return structs.replace(load_model_config(folder), kv_cache_dtype=dtype[0] if dtype else "auto")
-
-    return cache(make)
-
-
-@pytest.fixture(scope="module")
-def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
-    with answering(model_of) as answer:
-        yield answer
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("block_of_p", "block_of_d"), [(4, 4), (4, 8), (8, 4)])
+@pytest.mark.parametrize(("block_of_p", "block_of_d"), [(4, 8), (8, 4)])
 def test_a_pulled_prompt_gets_the_tokens_of_a_single_engine(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, block_of_p: int, block_of_d: int
 ) -> None:
-    model = model_of(family)
-    p, d = (
-        start_in(
-            stack,
-            config_of(model, hands_over(name, timers=PATIENT), num_blocks=100, block_size=block_size),
-        )
-        for name, block_size in (("p", block_of_p), ("d", block_of_d))
-    )
+    p, d = pair_in(stack, model_of(family), block_sizes=(block_of_p, block_of_d))
     for prompt in PROMPTS:
         decoded = hand_over(p, d, prompt)
         assert decoded.token_ids == answer_of(family, prompt)
@@ -101,8 +66,7 @@ def test_a_pulled_prompt_gets_the_tokens_of_a_single_engine(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cross_layer_blocks", [False, True])
-@pytest.mark.parametrize("stream", ["off", "chunk", "layer"])
+@pytest.mark.parametrize(("stream", "cross_layer_blocks"), [("off", True), ("chunk", False), ("layer", True)])
 def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
     stack: ExitStack,
     model_of: ModelOf,
@@ -111,7 +75,9 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
     stream: str,
     cross_layer_blocks: bool,
 ) -> None:
-    check_push(stack, model_of(family), answer_of, family, stream, cross_layer_blocks=cross_layer_blocks)
+    check_push(
+        stack, model_of(family), answer_of, family, stream=stream, cross_layer_blocks=cross_layer_blocks
+    )
 
 
 @pytest.mark.processes
@@ -128,47 +94,29 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
 def test_ranks_have_the_whole_latent_or_their_heads(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, tp_of_p: int, tp_of_d: int
 ) -> None:
-    sizes = {"tp_of_p": tp_of_p, "tp_of_d": tp_of_d, "block_of_d": 2 * BLOCK}
-    check_push(stack, model_of(family), answer_of, family, "layer", **sizes)
+    sizes: dict[str, Any] = {"tp_sizes": (tp_of_p, tp_of_d), "block_of_d": 2 * BLOCK}
+    check_push(stack, model_of(family), answer_of, family, stream="layer", **sizes)
 
 
 def check_push(
-    stack: ExitStack,
-    model: ModelConfig,
-    answer_of: AnswerOf,
-    family: str,
-    stream: str,
-    *,
-    tp_of_p: int = 1,
-    tp_of_d: int = 1,
-    block_of_d: int = BLOCK,
-    cross_layer_blocks: bool = False,
+    stack: ExitStack, model: ModelConfig, answer_of: AnswerOf, family: str, **options: Any
 ) -> None:
-    extra: dict[str, Any] = {"timers": PATIENT, "cross_layer_blocks": cross_layer_blocks}
-    sizes: dict[str, Any] = {"num_blocks": 100, "budget": 16}
-    for_p, for_d = hands_over("p", "Push", stream=stream, **extra), hands_over("d", "Push", **extra)
-    p = Stepped(core_in(stack, config_of(model, for_p, tp_size=tp_of_p, **sizes)))
-    d = Stepped(core_in(stack, config_of(model, for_d, tp_size=tp_of_d, block_size=block_of_d, **sizes)))
-    decoded = [add_pair(p, d, f"r{index}", prompt) for index, prompt in enumerate(PROMPTS)]
-    run_all(p, d)
+    decoded, transfers = push_all(stack, model, PROMPTS, **options)
     assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
     assert all(one.num_transferred_tokens > 0 for one in decoded)
-    record = max(d.transfers, key=lambda transfer: transfer["bytes"])
+    record = max(transfers, key=lambda transfer: transfer["bytes"])
+    _, tp_of_d = options.get("tp_sizes", (1, 1))
     num_slots = len(PROMPTS[-1]) * (tp_of_d if model.latent_size else model.num_kv_heads)
     least = num_slots * model.num_hidden_layers * model.token_bytes
     assert least <= record["bytes"] < 1.2 * least, "each of D's ranks reads the latents, or its heads, once"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("connector", ["MirroredPull", "MirroredPush"])
+@pytest.mark.parametrize(("family", "kind"), list(zip([*FAMILIES, *STATES], cycle(["Pull", "Push"]))))
 def test_a_copy_in_host_memory_is_read_as_well(
-    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, connector: str
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, kind: str
 ) -> None:
-    fields = {"kv_connector": connector, "kv_connector_module_path": mirrored.__name__}
-    p, d = (
-        start_in(stack, config_of(model_of(family), {**(hands_over(name) or {}), **fields}, num_blocks=100))
-        for name in ("p", "d")
-    )
+    fields = {"kv_connector": f"Mirrored{kind}", "kv_connector_module_path": mirrored.__name__}
+    p, d = pair_in(stack, model_of(family), fields)
     for prompt in PROMPTS:
         assert hand_over(p, d, prompt).token_ids == answer_of(family, prompt)
     assert mirrored.COUNTED.blocks["h2d"] > 0
@@ -206,10 +154,7 @@ def test_offloaded_latents_are_loaded_again(model_of: ModelOf, answer_of: Answer
 
 def test_the_handoff_of_a_quantised_cache_is_exact(stack: ExitStack, model_of: ModelOf) -> None:
     model = model_of("qwen3 int8_per_token_head")
-    p, d = (
-        start_in(stack, config_of(model, hands_over(name), num_blocks=100, cache={"hash_seed": "one"}))
-        for name in ("p", "d")
-    )
+    p, d = pair_in(stack, model, hash_seed="one")
     prompt = prompt_of(8 * BLOCK)
     (alone,) = p.generate([prompt], ONE_TOKEN)
     assert hand_over(p, d, prompt).token_ids[:1] == alone.token_ids
@@ -293,7 +238,7 @@ def test_an_engine_of_another_release_costs_its_loads(
 ) -> None:
     family = "deepseek_v32"
     monkeypatch.setattr(peers, "answer_hello", lambda _, kv_identity, __: Welcome(6, kv_identity, b"older"))
-    p, d = (start_in(stack, config_of(model_of(family), hands_over(name), num_blocks=100)) for name in "pd")
+    p, d = pair_in(stack, model_of(family))
     decoded = hand_over(p, d, PROMPTS[0])
     assert decoded.num_transferred_tokens == 0
     assert decoded.token_ids == answer_of(family, PROMPTS[0])
@@ -319,7 +264,7 @@ def test_quantised_attention_beside_recurrent_states(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, dtype: str
 ) -> None:
     family = f"granite_hybrid {dtype}"
-    p, d = (start_in(stack, config_of(model_of(family), hands_over(name), num_blocks=100)) for name in "pd")
+    p, d = pair_in(stack, model_of(family))
     for prompt in PROMPTS:
         decoded = hand_over(p, d, prompt)
         assert decoded.token_ids == answer_of(family, prompt)

@@ -90,6 +90,8 @@ def test_later_sections_are_read_while_the_step_runs(
     assert by_b.num_transferred_tokens == (0 if is_damaged else NUM_LOADED)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_on_two_ranks_of_which_one_finds_a_damaged_section(start: Start, tmp_path: Path) -> None:
     transfer = storage(tmp_path, **LAYERWISE)
     engine, alone = start(transfer, num_blocks=80, tp_size=2), start(num_blocks=80)

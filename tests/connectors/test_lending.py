@@ -291,6 +291,8 @@ class LendingEngine(offload_world.Engine):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(("transport", "tp_size"), [("local", 1), ("tcp", 2)])
 def test_an_engine_answers_with_the_tokens_of_one_that_computes_from_anothers_host_memory(
     model: ModelConfig, transport: str, tp_size: int

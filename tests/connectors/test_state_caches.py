@@ -1,40 +1,31 @@
 """Recurrent states are handed over: with every prompt length, TP size, block size, and either last token."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.checkpoints.checkpoint import load_model_config
-from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.core.states import state_bytes
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
 from baton.engine.step import SchedulerOutput
-from tests.connectors import mirrored, offload_world
+from tests.connectors import offload_world
 from tests.connectors.engine_world import (
     BLOCK,
     GREEDY,
     ONE_TOKEN,
-    PATIENT,
     SETTLE_S,
     AnswerOf,
     ModelOf,
-    Stepped,
-    answering,
     config_of,
     core_in,
     hand_over,
-    hands_over,
-    legs_of,
+    pair_in,
     prompt_of,
-    run_all,
-    start_in,
+    push_all,
 )
 from tests.connectors.storage_world import fill, starting, storage
 
@@ -45,28 +36,6 @@ FAMILIES = ["mamba2", "granite_hybrid", "qwen3_next"]
 # The prompts have no common beginnings, so that no cache has a part of them.
 LENGTHS = (2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 70)
 PROMPTS = [[3 + index, *prompt_of(length - 1)] for index, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
-    def make(family: str) -> ModelConfig:
-        folder = tmp_path_factory.mktemp(family)
-        write_checkpoint(folder, family=family, hidden=32, layers=5, heads=4, vocab=512, max_position=256)
-        return load_model_config(folder)
-
-    return cache(make)
-
-
-@pytest.fixture(scope="module")
-def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
-    with answering(model_of) as answer:
-        yield answer
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def count_tokens(llm: LLM) -> list[int]:
@@ -84,18 +53,11 @@ def count_tokens(llm: LLM) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("block_of_p", "block_of_d"), [(BLOCK, BLOCK), (4, 16), (16, 4)])
+@pytest.mark.parametrize(("block_of_p", "block_of_d"), [(4, 16), (16, 4)])
 def test_d_computes_the_last_token_of_a_pulled_prompt(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, block_of_p: int, block_of_d: int
 ) -> None:
-    model = model_of(family)
-    p, d = (
-        start_in(
-            stack,
-            config_of(model, hands_over(name, timers=PATIENT), num_blocks=100, block_size=block_size),
-        )
-        for name, block_size in (("p", block_of_p), ("d", block_of_d))
-    )
+    p, d = pair_in(stack, model_of(family), block_sizes=(block_of_p, block_of_d))
     computed = count_tokens(d)
     for prompt in PROMPTS:
         (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
@@ -113,11 +75,7 @@ def test_blocks_of_states_alone_may_be_very_unlike(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf
 ) -> None:
     """Two vLLMs with another `max_model_len` have such blocks."""
-    model = model_of("mamba2")
-    p, d = (
-        start_in(stack, config_of(model, hands_over(name), num_blocks=100, block_size=size))
-        for name, size in (("p", 4), ("d", 250))
-    )
+    p, d = pair_in(stack, model_of("mamba2"), block_sizes=(4, 250))
     for prompt in PROMPTS:
         decoded = hand_over(p, d, prompt)
         assert decoded.token_ids == answer_of("mamba2", prompt)
@@ -128,10 +86,7 @@ def test_blocks_of_states_alone_may_be_very_unlike(
 def test_d_continues_after_the_token_of_p(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str
 ) -> None:
-    p, d = (
-        start_in(stack, config_of(model_of(family), hands_over(name, timers=PATIENT), num_blocks=100))
-        for name in ("p", "d")
-    )
+    p, d = pair_in(stack, model_of(family))
     ask = {"do_remote_decode": True, "baton_continue": True}
     for prompt in (*PROMPTS, prompt_of(1)):
         (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[dict(ask)])
@@ -148,12 +103,12 @@ def test_d_continues_after_the_token_of_p(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("stream", ["off", "chunk", "layer"])
-@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize(("stream", "continues"), [("off", True), ("chunk", False), ("layer", True)])
 def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, stream: str, continues: bool
 ) -> None:
-    check_push(stack, model_of(family), answer_of, family, stream, continues=continues)
+    params = {"baton_continue": True} if continues else {}
+    check_push(stack, model_of(family), answer_of, family, stream=stream, params=params)
 
 
 @pytest.mark.processes
@@ -165,43 +120,21 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
 def test_ranks_read_the_units_that_they_hold(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, tp_of_p: int, tp_of_d: int
 ) -> None:
-    sizes = {"tp_of_p": tp_of_p, "tp_of_d": tp_of_d, "block_of_d": 2 * BLOCK}
-    check_push(stack, model_of(family), answer_of, family, "layer", **sizes)
+    sizes: dict[str, Any] = {"tp_sizes": (tp_of_p, tp_of_d), "block_of_d": 2 * BLOCK}
+    check_push(stack, model_of(family), answer_of, family, stream="layer", **sizes)
 
 
 def check_push(
-    stack: ExitStack,
-    model: ModelConfig,
-    answer_of: AnswerOf,
-    family: str,
-    stream: str,
-    *,
-    tp_of_p: int = 1,
-    tp_of_d: int = 1,
-    block_of_d: int = BLOCK,
-    continues: bool = False,
+    stack: ExitStack, model: ModelConfig, answer_of: AnswerOf, family: str, **options: Any
 ) -> None:
-    sizes: dict[str, Any] = {"num_blocks": 100, "budget": 16}
-    of_p, of_d = (
-        hands_over("p", "Push", stream=stream, timers=PATIENT),
-        hands_over("d", "Push", timers=PATIENT),
-    )
-    p = Stepped(core_in(stack, config_of(model, of_p, tp_size=tp_of_p, **sizes)))
-    d = Stepped(core_in(stack, config_of(model, of_d, tp_size=tp_of_d, block_size=block_of_d, **sizes)))
-    decoded = []
-    for index, prompt in enumerate(PROMPTS):
-        for_p, for_d = legs_of(p.core, f"r{index}")
-        if continues:
-            for_p["baton_continue"] = for_d["baton_continue"] = True
-        decoded.append(d.add(f"r{index}", prompt, GREEDY, for_d))
-        p.add(f"r{index}", prompt, ONE_TOKEN, for_p)
-    run_all(p, d)
+    decoded, transfers = push_all(stack, model, PROMPTS, **options)
     assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
     assert all(one.num_transferred_tokens > 0 for one in decoded)
+    _, tp_of_d = options.get("tp_sizes", (1, 1))
     of_states = len(model.state_layers) * sum(
         state_bytes(model.state_parts, tp_rank=rank, tp_size=tp_of_d) for rank in range(tp_of_d)
     )
-    least = min(transfer["bytes"] for transfer in d.transfers)
+    least = min(transfer["bytes"] for transfer in transfers)
     assert least > 0.9 * of_states, "every layer's state is read"
 
 
@@ -274,18 +207,3 @@ def test_a_chunk_gets_its_state_from_a_later_request(
     assert again.num_transferred_tokens == 3 * BLOCK
     assert again.token_ids == answer_of("granite_hybrid", short)
     engine.assert_whole()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_copy_in_host_memory_is_read_as_well(
-    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str
-) -> None:
-    fields = {"kv_connector": "MirroredPull", "kv_connector_module_path": mirrored.__name__}
-    p, d = (
-        start_in(stack, config_of(model_of(family), {**(hands_over(name) or {}), **fields}, num_blocks=100))
-        for name in ("p", "d")
-    )
-    for prompt in PROMPTS:
-        assert hand_over(p, d, prompt).token_ids == answer_of(family, prompt)
-    assert mirrored.COUNTED.blocks["h2d"] > 0
-    mirrored.COUNTED.blocks.clear()

@@ -111,8 +111,7 @@ def test_a_loan_from_before_is_for_the_old_weights_only(
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-@pytest.mark.parametrize("kind", ["Pull", "Push"])
-@pytest.mark.parametrize("num_steps", [1, 3, 9])
+@pytest.mark.parametrize(("kind", "num_steps"), [("Pull", 1), ("Pull", 3), ("Push", 3), ("Push", 9)])
 def test_an_update_during_handoffs(
     start: Any, models: dict[str, ModelConfig], answer: Answer, kind: str, mode: str, num_steps: int
 ) -> None:
