@@ -18,7 +18,7 @@ from tests.proxies.upstream import StockProxies
 START_S = 120.0
 WAIT_S = 60.0
 
-Answer = Callable[[Sequence[int]], list[int]]  # A single engine's tokens for a prompt.
+Answer = Callable[[list[int]], list[int]]  # A single engine's tokens for a prompt.
 
 
 @dataclass(frozen=True)

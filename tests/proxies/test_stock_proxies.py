@@ -1,19 +1,14 @@
 """vLLM's stock proxies, unmodified, with `baton serve`: the tokens are those of a single engine."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
-from baton.checkpoints.checkpoint import load_model_config
-from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet, free_ports
-from baton.core.config import EngineConfig
-from baton.engine.api import SamplingParams
-from baton.engine.llm import LLM
 from tests.proxies.stock import (
     WAIT_S,
     Answer,
@@ -42,24 +37,6 @@ def stock() -> StockProxies:
         return stock_proxies()
     except NotFetched as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "small"
-    write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def answer(model: Path) -> Iterator[Answer]:
-    with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
-
-        def answer_of(prompt: Sequence[int]) -> list[int]:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            return llm.generate([list(prompt)], params)[0].token_ids
-
-        yield answer_of
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +111,19 @@ def proxy(request: pytest.FixtureRequest) -> Proxy:
     return proxy
 
 
-def test_the_tokens_are_those_of_a_single_engine(proxy: Proxy, engines: list[Engine], answer: Answer) -> None:
+def test_the_tokens_are_those_of_a_single_engine(
+    proxy: Proxy, engines: list[Engine], expected: Answer
+) -> None:
     p, d = engines
     transfers = d.metric("kv_transfer_seconds_count")
-    check_tokens(proxy, [make_prompt(size, size) for size in SIZES], answer)
+    check_tokens(proxy, [make_prompt(size, size) for size in SIZES], expected)
     assert d.metric("kv_transfer_seconds_count") - transfers == len(SIZES), "D computed a prompt itself"
     p.wait_at_rest()
     d.wait_at_rest()
 
 
-def test_so_they_are_when_many_ask_at_once(proxy: Proxy, engines: list[Engine], answer: Answer) -> None:
-    check_tokens_of_many(proxy, [make_prompt(1000 + seed, 40 * seed + 3) for seed in range(8)], answer)
+def test_so_they_are_when_many_ask_at_once(proxy: Proxy, engines: list[Engine], expected: Answer) -> None:
+    check_tokens_of_many(proxy, [make_prompt(1000 + seed, 40 * seed + 3) for seed in range(8)], expected)
     for engine in engines:
         engine.wait_at_rest()
 

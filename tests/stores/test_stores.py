@@ -200,13 +200,6 @@ def test_what_is_missing_is_gone(store: Store) -> None:
     assert list(store.scan()) == []
 
 
-def test_a_second_write_replaces_the_value(store: Store) -> None:
-    store.write(name_of(1), (b"first, and longer",))
-    store.write(name_of(1), (b"second",))
-    assert read(store, name_of(1)) == b"second"
-    assert [stored.nbytes for stored in store.scan()] == [6]
-
-
 def test_a_value_that_is_too_long_is_corrupt(store: Store) -> None:
     store.write(name_of(1), (bytes(5000),))
     with pytest.raises(Unusable, match="corrupt: it has 5000 bytes, at most 4096 are expected"):
