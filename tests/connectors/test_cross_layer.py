@@ -24,7 +24,6 @@ from baton.engine.runner.cache_setup import allocate_for, register
 from baton.testing.host.config import model_config
 from baton.transport.base.interface import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
-from tests.connectors.engine_world import GREEDY, Start, hand_over, hands_over, prompt_of
 from tests.connectors.pull_world import engine_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape
 
@@ -195,25 +194,3 @@ def test_the_pull_connector_describes_both_kinds_to_its_peers() -> None:
             assert region.address + in_block == cache[3, 1].data_ptr()
             assert (layer.token_stride, layer.head_bytes) == (0, cache[3, 1].nbytes)
         half.shutdown()
-
-
-# --- Engines --------------------------------------------------------------------------------------------
-
-PROMPTS = [prompt_of(50), prompt_of(31, step=11)]
-
-
-@pytest.fixture(scope="module")
-def expected(start: Start) -> list[list[int]]:
-    return [completion.token_ids for completion in start().generate(PROMPTS, GREEDY)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("theirs", "ours"), [(True, True), (True, False), (False, True)])
-def test_engines_with_and_without_cross_layer_blocks_hand_over(
-    start: Start, expected: list[list[int]], theirs: bool, ours: bool
-) -> None:
-    p = start(hands_over(f"p-{theirs}-{ours}", cross_layer_blocks=theirs))
-    d = start(hands_over(f"d-{theirs}-{ours}", cross_layer_blocks=ours))
-    decoded = [hand_over(p, d, prompt) for prompt in PROMPTS]
-    assert [completion.token_ids for completion in decoded] == expected
-    assert all(completion.num_transferred_tokens for completion in decoded)

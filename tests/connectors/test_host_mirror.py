@@ -25,8 +25,6 @@ from baton.engine.runner.cache_setup import copy_blocks
 from tests.connectors import mirrored
 from tests.connectors.engine_world import (
     GREEDY,
-    AnswerOf,
-    ModelOf,
     Start,
     config_of,
     engines,
@@ -186,16 +184,6 @@ def test_the_tokens_are_those_of_a_single_engine(
     assert COUNTED.blocks["d2h"] > 0
     # Whole prompts, but for what the second shares with the first.
     assert COUNTED.blocks["h2d"] == 13 + 5 + 8
-
-
-@pytest.mark.slow
-def test_so_are_those_of_a_model_whose_layers_are_in_groups(
-    start: Start, model_of: ModelOf, answer_of: AnswerOf
-) -> None:
-    p, d = (start(name, "MirroredPush", model_of("gemma3")) for name in ("p", "d"))
-    assert p.core.scheduler.kv_cache.is_hybrid
-    assert hand_all_over(p, d) == [answer_of("gemma3", prompt) for prompt in PROMPTS]
-    assert COUNTED.blocks["h2d"] > 0
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from tests.connectors.engine_world import (
     GREEDY,
     PATIENT,
     StartCore,
-    add_pair,
     cores,
     hands_over,
     legs_of,
@@ -59,14 +58,3 @@ def test_the_tokens_are_those_of_a_single_engine(start: StartCore, stream: str, 
     assert all(c.num_transferred_tokens > 0 for c in decoded)
     for ours, theirs in zip(decoded, expected, strict=True):
         assert [e.chosen.token_id for e in ours.logprobs] == [e.chosen.token_id for e in theirs.logprobs]
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [(4, 8), (8, 4)])
-def test_blocks_of_another_size_change_nothing(start: StartCore, theirs: int, ours: int) -> None:
-    p = start("p", "layer", block_size=theirs, budget=24)
-    d, alone = start("d", block_size=ours), start()
-    decoded = add_pair(p, d, "r", prompt_of(53))
-    expected = alone.add("r", prompt_of(53))
-    run_all(p, d, alone)
-    assert decoded.token_ids == expected.token_ids
-    assert decoded.num_transferred_tokens > 0

@@ -88,11 +88,8 @@ def test_every_loaded_block_was_computed_with_the_current_weights(kind: Kind, se
         play(kind, random.Random(seed), Path(folder))
 
 
-SEEDS = (127, 57, 21)  # Rare faults are found by one seed in hundreds, so the known ones come first.
-
-
 def play_many(kind: Kind) -> None:
-    for seed in (*SEEDS, *range(200)):
+    for seed in (21, 57, 127, *range(200)):  # The first ones find faults that few worlds find.
         with tempfile.TemporaryDirectory() as folder:
             play(kind, random.Random(seed), Path(folder))
 
