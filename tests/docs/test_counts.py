@@ -18,11 +18,11 @@ def test_sizes_counts_packages_and_names_the_largest_classes(tmp_path: Path) -> 
     module = '"""Of\ntwo lines."""\n# A comment.\nclass One:\n    """A class."""\n    text = """a\n b"""\n'
     files = {
         "baton/__init__.py": "A = 1\n",
-        "baton/core/one.py": module,
-        "baton/core/two.py": "class Two:\n    a = 1\n",
-        "tests/test_one.py": "class OfATest:\n    a = 1\n\n\n\n",
+        "baton/core/ids.py": module,
+        "baton/core/hosts.py": "class Two:\n    a = 1\n",
+        "tests/conftest.py": "class OfATest:\n    a = 1\n\n\n\n",
     }
-    for name, text in {**files, "baton/untracked.py": module}.items():
+    for name, text in {**files, "baton/contract/base.py": module}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     for command in (["init", "-q"], ["add", *files]):
@@ -34,7 +34,7 @@ def test_sizes_counts_packages_and_names_the_largest_classes(tmp_path: Path) -> 
         ["baton/core", "2", "9", "5"],
         ["tests", "1", "5", "2"],
     ]
-    assert last == "largest classes: One (baton/core/one.py) 4, Two (baton/core/two.py) 2"
+    assert last == "largest classes: One (baton/core/ids.py) 4, Two (baton/core/hosts.py) 2"
 
 
 def test_walks_counts_files_and_stops_and_lists_them() -> None:
