@@ -23,7 +23,6 @@ from baton.cli.doctor import (
     look_at_engine,
     look_at_machine,
     look_at_optional,
-    look_at_outcome,
     look_at_peer,
     print_findings,
 )
@@ -124,12 +123,6 @@ def test_readable_peers_are_distinguished_from_unreadable_ones() -> None:
     gone = look_at_peer(child.pid)
     assert gone.is_good is False
     assert "check that it runs" in gone.mend
-
-
-def test_a_failed_transport_shows_what_to_change() -> None:
-    assert look_at_outcome(Outcome("local", None, "set X")) == Finding(
-        "local", False, "does not work", "set X"
-    )
 
 
 class FakeEngine(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ import pytest
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import ProcessProducer, make_nixl, new_address, pattern, regions_of
-from baton.testing.transport_rig import BLOCK_SPAN, Connection, drain
+from baton.testing.transport_rig import BLOCK_SPAN, Connection
 from baton.transport.base.completions import CompletionQueue
 from baton.transport.nixl import agent as nixl_agent
 from baton.transport.nixl import peer as nixl_peer
@@ -253,15 +253,6 @@ def test_memory_of_unknown_devices_is_refused() -> None:
         pytest.raises(TransferError, match="xpu"),
     ):
         owner.register([Region(4096, 4096, "xpu:0")])
-
-
-@needs_nixl
-def test_two_reads_of_one_transport_end_independently(producer: ProcessProducer) -> None:
-    with closing(NixlTransport(new_address("reader"))) as reader:
-        connection = Connection(reader, producer)
-        prepared = connection.prepare()
-        ops = [reader.post_read(prepared, [block], [block]) for block in range(8)]
-        assert all(completion.ok for completion in drain(reader, ops))
 
 
 def _report_affinity(pipe: Pipe) -> None:

@@ -35,20 +35,8 @@ def shown(*outcomes: Outcome) -> str:
 def test_a_row_fits_into_eighty_columns_uncut() -> None:
     text = shown(*[GOOD] * 20)
     assert "…" not in text
-    assert [
-        "20",
-        "below",
-        "one",
-        "block",
-        "2,600",
-        "2,496",
-        "123.5",
-        "MB",
-        "123.4",
-        "10.04",
-        "1234",
-        "yes",
-    ] in [line.split() for line in text.splitlines()]
+    row = ["20", "below", "one", "block", "2,600", "2,496", "123.5", "MB", "123.4", "10.04", "1234", "yes"]
+    assert row in [line.split() for line in text.splitlines()]
     assert "20 of 20 answers equal" in text
     assert "Next: baton up m" in text
 
