@@ -322,13 +322,19 @@ def test_many_reads_share_a_small_staging_buffer(
     assert one.d.is_at_rest
 
 
+def held_in_staging(pair: Callable[..., Pair], threads: RunInBackground) -> Pair:
+    """A read of claim 1 fills the staging buffer, and is held."""
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    one.memory.hold()
+    one.read(claim=1)
+    wait_until(lambda: one.memory.held_count == 2)
+    return one
+
+
 def test_a_staged_read_ends_only_when_nothing_of_it_is_under_way(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
-    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.memory.hold()
-    one.read()
-    wait_until(lambda: one.memory.held_count == 2)
+    one = held_in_staging(pair, threads)
     assert one.d.take_ended() == []
     assert not one.d.is_at_rest
     one.memory.release()
@@ -352,10 +358,7 @@ def test_a_peer_that_hangs_leaves_room_in_the_buffer_for_others() -> None:
 def test_a_cancelled_staged_read_gives_its_buffer_back(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
-    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.memory.hold()
-    one.read(claim=1)
-    wait_until(lambda: one.memory.held_count == 2)
+    one = held_in_staging(pair, threads)
     one.read(claim=2)  # This read waits for room.
     for links in one.d.links:
         links.cancel(1)
@@ -391,10 +394,7 @@ def test_an_error_without_words_is_a_failure(
 def test_a_peer_that_is_lost_ends_its_staged_reads(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
-    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.memory.hold()
-    one.read()
-    wait_until(lambda: one.memory.held_count == 2)
+    one = held_in_staging(pair, threads)
     for links in one.d.links:
         links.lose(one.p.address)
     (end,) = one.wait_ended(1)
@@ -405,12 +405,9 @@ def test_a_peer_that_is_lost_ends_its_staged_reads(
 def test_straight_reads_are_heard_of_while_a_staged_one_waits(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
-    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    one = held_in_staging(pair, threads)
     alike = Engine("alike", Shape(), one.network)
     one.d.meet(alike)
-    one.memory.hold()
-    one.read(claim=1)
-    wait_until(lambda: one.memory.held_count == 2)
     table = alike.table(8, random.Random(1))
     one.d.order(ReadBlocks(2, alike.address, one.d.pairs(alike), 0, 8, one.local, table))
     wait_until(lambda: one.memory.held_count == 3)
