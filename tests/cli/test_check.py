@@ -116,7 +116,7 @@ def test_a_connector_that_needs_a_gpu_breaks_no_rule(tmp_path: Path, monkeypatch
 def test_cut_files_are_a_broken_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.cli.check.TRIES", 5)
     options = ("--config", f'{{"path": "{tmp_path}"}}', "--break-files", str(tmp_path), "--examples")
-    status, output = check(EXAMPLE, *options, "12")
+    status, output = check(EXAMPLE, *options, "8")
     assert status == 0, output
     assert re.search(r"failed-load-unreported +│ kept", output)
     status, output = check("tests.testing.folder_stores:SaysNothingOfBadFiles", *options, "30")

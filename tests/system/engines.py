@@ -28,6 +28,16 @@ POLL_S = 0.02  # Pause between two polls, which leaves the processor to the engi
 TIMERS = {"ttl_s": 4.0, "round_trip_max_s": 1.0, "deadline_s": 8.0, "loan_max_s": 13.0}
 
 
+def wait_until(
+    is_so: Callable[[], object], what: Callable[[], object] = lambda: "", within_s: float = WAIT_S
+) -> None:
+    """Raises AssertionError with `what` after that time."""
+    deadline_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, what()
+        time.sleep(POLL_S)
+
+
 @dataclass
 class Engine:
     name: str
@@ -68,10 +78,9 @@ class Engine:
         return sum(sample.value for sample in samples if sample.name == f"baton:{name}")
 
     def wait_metric(self, name: str, is_reached: Callable[[float], bool]) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not is_reached(value := self.metric(name)):
-            assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
-            time.sleep(POLL_S)
+        wait_until(
+            lambda: is_reached(self.metric(name)), lambda: f"{self.name}: {name} is {self.metric(name)}"
+        )
 
     def wait_at_rest(self) -> None:
         """Wait until I5 holds: nothing runs, nothing is lent, every block is free."""
@@ -85,8 +94,8 @@ class Engine:
             self.wait_metric(name, lambda value: value == 0)
 
     def wait_draining(self) -> None:
-        while (health := self.client.get(f"{self.url}/health")).status_code == 200:
-            pass
+        wait_until(lambda: self.client.get(f"{self.url}/health").status_code != 200)
+        health = self.client.get(f"{self.url}/health")
         assert health.status_code == 503
         assert health.json()["error"]["code"] == "draining"
 

@@ -20,7 +20,7 @@ DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 MISSING = "Prometheus is not installed; scripts/setup-services installs it as root on Debian"
 START_S = 60.0
-RATE_S = 10
+RATE_S, SCRAPE_MS = 10, 500
 _LIMIT = re.compile(r" (?:==|>) [\d.]+$")
 
 
@@ -74,7 +74,7 @@ def running_prometheus(
 ) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes often, with the rules of the deployment."""
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
+    config["global"] = {"scrape_interval": f"{SCRAPE_MS}ms", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ALERTS)]
     for job, urls in zip(config["scrape_configs"], ([router], engines), strict=True):
         job["static_configs"] = [{"targets": [url.removeprefix("http://") for url in urls]}]
@@ -94,3 +94,4 @@ def wait_series(prometheus: Prometheus, queries: Sequence[str], timeout_s: float
     while left := [query for query in left if not prometheus.series(query)]:
         assert time.monotonic() < deadline_s, "no series:\n" + "\n".join(left)
         yield left
+        time.sleep(SCRAPE_MS / 1000)

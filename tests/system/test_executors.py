@@ -7,7 +7,6 @@ d         one rank in its engine's process; recomputes what it cannot load
 
 import importlib.util
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 from baton.cli.processes import Fleet
 from tests import fork_server
 from tests.system.engines import (
-    POLL_S,
     START_S,
     TIMERS,
     WAIT_S,
@@ -28,6 +26,7 @@ from tests.system.engines import (
     Waiting,
     make_prompt,
     tokens_of,
+    wait_until,
 )
 from tests.system.test_topologies import decode_params, pulled, pushed
 
@@ -127,10 +126,7 @@ def test_an_engine_that_restarts_its_ranks_fails_open_requests_only(
     refused = p.complete(old)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "not_ready"
-    deadline_s = time.monotonic() + START_S
-    while p.client.get(f"{p.url}/health").status_code != 200:
-        assert time.monotonic() < deadline_s
-        time.sleep(POLL_S)
+    wait_until(lambda: p.client.get(f"{p.url}/health").status_code == 200, within_s=START_S)
     assert tokens_of(p.complete(old)) == expected(old)
     assert tokens_of(d.complete(old, ticket)) == expected(old)
     for seed, hand_over in ((2006, pulled), (2007, pushed)):

@@ -17,6 +17,7 @@ from rich.console import Console
 from baton.cli.processes import Fleet
 from baton.cli.system import EngineArguments, HandoffArguments, SystemPlan, plan_system, start_system
 from tests.system.collector import Collector
+from tests.system.engines import POLL_S, wait_until
 from tests.system.prometheus import (
     MISSING,
     is_installed,
@@ -152,6 +153,7 @@ def test_the_routers_page_joins_what_all_engines_report(observed: Observed) -> N
         if p[0]["loan"] is not None:
             break
         assert time.monotonic() < deadline_s, page
+        time.sleep(POLL_S)
     assert [leg["role"] for leg in page["request"]["legs"]] == ["prefill", "decode"]
     assert p[0]["loan"]["outcome"] == "released"
     fetch = d[0]["fetch"]
@@ -165,10 +167,9 @@ def test_the_routers_page_joins_what_all_engines_report(observed: Observed) -> N
 
 def test_the_access_log_has_a_line_for_each_request_without_its_prompt(observed: Observed) -> None:
     ask(observed, "logged")
-    deadline_s = time.monotonic() + WAIT_S
-    while not (found := re.findall(r'^\{"id":"logged",.*\}$', observed.access_log.read_text(), re.MULTILINE)):
-        assert time.monotonic() < deadline_s
-    [line] = map(json.loads, found)
+    line_of = re.compile(r'^\{"id":"logged",.*\}$', re.MULTILINE)
+    wait_until(lambda: line_of.search(observed.access_log.read_text()))
+    [line] = map(json.loads, line_of.findall(observed.access_log.read_text()))
     assert (line["status"], line["prefill"], line["output_tokens"]) == (200, "remote", 8)
     assert f"{SECRET_WORD},{SECRET_WORD}" not in observed.access_log.read_text()
 

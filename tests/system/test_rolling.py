@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from baton.cli.processes import Child, Fleet, free_ports
-from tests.system.engines import POLL_S, START_S, WAIT_S, Engines, make_prompt
+from tests.system.engines import START_S, WAIT_S, Engines, make_prompt, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
-NUM_CLIENTS, PAUSE_S = 4, 0.05
+NUM_CLIENTS, PAUSE_S = 4, 0.1
 KEY = "key-of-all-engines-0123456789"
 ROLES = {"p0": "kv_producer", "d0": "kv_consumer", "d1": "kv_consumer"}
 
@@ -38,10 +38,7 @@ class Router:
         return {one["url"]: one["state"] for engines in fleet.values() for one in engines}
 
     def wait(self, is_so: Callable[[dict[str, str]], bool], what: str) -> None:
-        deadline_s = time.monotonic() + START_S
-        while not is_so(states := self.states()):
-            assert time.monotonic() < deadline_s, f"{what}: {states}"
-            time.sleep(POLL_S)
+        wait_until(lambda: is_so(self.states()), lambda: f"{what}: {self.states()}", START_S)
 
     def num_remote(self) -> float:
         """Prompts that a prefill engine has computed."""
@@ -155,10 +152,7 @@ def test_a_rolling_restart_of_engines_that_register_fails_no_request(
                     num_before = clients.num_answered
                     engine.child.send_signal(signal.SIGTERM)
                     router.wait(lambda states, url=engine.url: states.get(url) != "up", "it has not left")  # type: ignore[misc]
-                    deadline_s = time.monotonic() + WAIT_S
-                    while not engine.child.has_ended():
-                        assert time.monotonic() < deadline_s, engine.child.log_tail()
-                        time.sleep(POLL_S)
+                    wait_until(engine.child.has_ended, engine.child.log_tail)
                     assert engine.child.exit_status() == 0, engine.child.log_tail()
                     fleet.forget(ended := engine.child)
                     engine.child = fleet.start_again(ended)

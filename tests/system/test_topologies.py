@@ -21,7 +21,7 @@ from tests.system.engines import Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
-NUM_TOKENS = (5, 32, 150, 300)
+NUM_TOKENS = (5, 32, 250)
 CHUNKS = ["--max-num-batched-tokens", "100"]  # Chunks of prefill that are no multiple of a block.
 
 

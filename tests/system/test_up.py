@@ -20,6 +20,7 @@ from baton.cli.processes import free_ports
 from baton.http.tls import TlsFiles
 from tests.certificates import Authority, context_of
 from tests.fork_server import forking_programs
+from tests.system.engines import POLL_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -100,6 +101,7 @@ def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(model: Pa
         while (answer := ask(system, prompt)).headers.get("x-baton-prefill") != "remote":
             assert answer.status_code == 200, "the decode engine computes prompts meanwhile"
             assert time.monotonic() < deadline_s
+            time.sleep(POLL_S)
         family = system.family()
         system.process.send_signal(signal.SIGTERM)
         printed, _ = system.process.communicate(timeout=END_S)
