@@ -33,9 +33,7 @@ class CallReader:
 
     def feed(self, text: str) -> list[CallDelta]:
         """Return what the text adds: one delta for each call that it reaches."""
-        new: dict[
-            int, tuple[str | None, str]
-        ] = {}  # A name for each call that begins, and arguments.
+        new: dict[int, tuple[str | None, str]] = {}  # A name for each call that begins, and arguments.
         while text:
             if self._is_in_arguments:
                 end = self._end_of_arguments(text)
