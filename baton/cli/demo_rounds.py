@@ -28,7 +28,7 @@ from baton.cli.processes import free_ports
 from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, SystemPlan, plan_system
 
 KEEPING: Final = ("offload", "shared-storage", "tiered", "multi")
-HOST_MEMORY_GIB = 1.0
+HOST_MEMORY_GIB = 0.25
 STORE_TIMEOUT_S = 30.0  # The KV of the first round is stored in the background.
 LOOK_EVERY_S = 0.05
 
