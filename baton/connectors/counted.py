@@ -81,11 +81,6 @@ class CountedStats(KVConnectorStats):
         of_name = self.data[name]
         of_name[label] = of_name.get(label, 0) + count
 
-    @classmethod
-    def gauge_values(cls, data: Mapping[str, Any]) -> dict[str, float]:
-        """Values of a step's `data` to publish, by the keys of `gauges`."""
-        return {name: data[name] for name in cls.gauges if name in data}
-
     def aggregate(self, other: Self) -> Self:
         self.data.update({name: other.data[name] for name in self.gauges if name in other.data})
         for name in self.counts:
@@ -141,8 +136,9 @@ class CountedPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
-        for key, value in self._kind.gauge_values(transfer_stats_data).items():
-            self._gauges[key][engine_idx].set(value)
+        for key, children in self._gauges.items():
+            if key in transfer_stats_data:
+                children[engine_idx].set(transfer_stats_data[key])
         for key, metric in self._labelled.items():
             labels = self._labels[self._kind.labelled[key].label]
             for value, count in transfer_stats_data[key].items():

@@ -24,7 +24,6 @@ from baton.connectors.storage.stores.layer_kinds import kinds_of
 from baton.connectors.storage.stores.metadata import (
     ChunkPart,
     LoadChunks,
-    SaveChunk,
     StorageMetadata,
     StorageReport,
 )
@@ -283,7 +282,7 @@ def test_empty_metadata_in_place_of_lost_ones_changes_nothing(tmp_path: Path) ->
     halves = Halves.start(tmp_path)
     halves.shake_hands()
     (half,) = halves.ranks
-    half.bind_connector_metadata(StorageMetadata(step=1, namespaces=("n",), saves=(SaveChunk(b"1", (0, 1)),)))
+    half.bind_connector_metadata(StorageMetadata(step=1, namespaces=("n",), saves=(ChunkPart(b"1", (0, 1)),)))
     half.wait_for_save()
     half.bind_connector_metadata(StorageMetadata(step=2, namespaces=("n",), write=(1,)))
     half.bind_connector_metadata(StorageMetadata())
@@ -298,7 +297,7 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     of_chunk = 2 * BLOCK * 4 * 4  # Bytes.
     half._transfers._states.backlog_bytes = (1 << 20) - of_chunk
     metadata = StorageMetadata(
-        step=1, namespaces=("n",), saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))
+        step=1, namespaces=("n",), saves=(ChunkPart(b"1", (0, 1)), ChunkPart(b"2", (2, 3)))
     )
     half.bind_connector_metadata(metadata)
     half.wait_for_save()
@@ -355,7 +354,7 @@ def test_reads_and_writes_that_fail_are_counted_and_hanging_ones_delay_nothing_e
     def load(name: str) -> LoadChunks:
         return LoadChunks(name, (ChunkPart(b"1", (1, 2)), ChunkPart(b"2", (3, 4))))
 
-    step(1, saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3))))
+    step(1, saves=(ChunkPart(b"1", (0, 1)), ChunkPart(b"2", (2, 3))))
     step(2, write=(1,))
     half._transfers.drain()
     assert step(3, loads=(load("gone"),)) == set()
@@ -576,7 +575,7 @@ def test_the_output_of_vllm_has_only_vllms_fields(halves: Halves) -> None:
 def test_a_chunk_that_was_read_ahead_counts_once_however_many_sections_it_has(tmp_path: Path) -> None:
     half = StorageWorkerHalf(identity_in(tmp_path, layerwise=True))
     half.register_kv_caches({f"layer {n}": torch.rand(4, 1, BLOCK, (64 << 10) // BLOCK) for n in range(4)})
-    form = half._blocks[0].form
+    form = half._chunks._blocks[0].form
     assert len(form.section_ends) > 1
     half.bind_connector_metadata(StorageMetadata(namespaces=("n",)))
     half._ahead.want("r", (b"k", 0), form.nbytes)

@@ -199,8 +199,9 @@ class StorageWorld(StoreWorld):
         assert not self.half._events.is_waiting
         for worker in self.workers:
             assert not worker._transfers._states._jobs
-            assert not worker._layered
-            assert not worker._unproven
+            assert not worker._loads._open
+            assert not worker._loads._given_up
+            assert not worker._loads._unreported
             assert not worker._staged
             assert worker._transfers._states.backlog_bytes == 0
             assert worker._ahead.nbytes == 0

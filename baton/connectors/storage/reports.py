@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from baton.contract import RankReport
 
@@ -18,8 +18,9 @@ class JobReport(RankReport):
                 setattr(self, name, set())
             getattr(self, name).update(added)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the rank reports nothing."""
-        names = {field.name for field in fields(self)} - {"rank", "others"}
-        return all(getattr(self, name) is None for name in names)
+    def take(self) -> Self | None:
+        """Returns what is reported, and resets it. None: nothing."""
+        taken, names = replace(self), {field.name for field in fields(self)} - {"rank", "others"}
+        for name in names:
+            setattr(self, name, None)
+        return taken if any(getattr(taken, name) for name in names) else None

@@ -36,6 +36,22 @@ class StoringSchedulerHalf(FinishesByFirstGroup, Generic[P, R]):
     def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
         return tuple(range(len(self._identity.groups)))
 
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The host frees the blocks at once."""
+        prompt = self._prompts.pop(request.request_id, None)
+        return False, None if prompt is None else self._finished(prompt)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """If a load has failed, ours or another connector's, steps may have computed with bad KV."""
+        # Some versions of vLLM have no `failed_recving` in their output.
+        if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
+            self._discard_open_stores()
+        report = connector_output.kv_connector_worker_meta
+        of_ranks = report.each_rank() if isinstance(report, self._report_type) else []
+        self._take_reports(of_ranks, self._reports.combine(of_ranks), connector_output)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         events: Iterable[KVCacheEvent] = () if self._events is None else self._events.take()
         return events
@@ -48,6 +64,7 @@ class StoringSchedulerHalf(FinishesByFirstGroup, Generic[P, R]):
         if self._identity.current.update(weights, version):
             for prompt in self._prompts.values():
                 prompt.is_stale = True
+            self._discard_open_stores()
             self._weights_changed()
         return True
 
@@ -58,8 +75,20 @@ class StoringSchedulerHalf(FinishesByFirstGroup, Generic[P, R]):
         """State of a request. `extra`: what its chunks are computed from besides the tokens."""
 
     @abstractmethod
+    def _finished(self, prompt: P) -> dict[str, Any] | None:
+        """Returns the `kv_transfer_params` of the answer."""
+
+    @abstractmethod
+    def _take_reports(self, of_ranks: list[tuple[int, R]], combined: R, output: KVConnectorOutput) -> None:
+        """`of_ranks`: (rank, report) of this step. `combined`: what all ranks report of their jobs by now."""
+
+    @abstractmethod
+    def _discard_open_stores(self) -> None:
+        """Stores of steps that may have computed with bad KV: their chunks must not be found."""
+
+    @abstractmethod
     def _weights_changed(self) -> None:
-        """All loads and stores under way are of other weights, and all prompts are stale."""
+        """All loads under way are of other weights, and all prompts are stale."""
 
     def _prompt_of(self, request: host.Request) -> P | None:
         """None for a prompt whose KV cannot be named."""
@@ -81,15 +110,3 @@ class StoringSchedulerHalf(FinishesByFirstGroup, Generic[P, R]):
             if not (prompt := self._prompts[request_id]).is_stale:
                 end = num_computed + output.num_scheduled_tokens.get(request_id, 0)
                 yield request_id, prompt, num_computed, end, offered_states(output, request_id)
-
-    def _combined(self, output: KVConnectorOutput) -> R:
-        """What all ranks report of their jobs by now."""
-        report = output.kv_connector_worker_meta
-        of_ranks = report.each_rank() if isinstance(report, self._report_type) else ()
-        return self._reports.combine(of_ranks)
-
-
-def may_be_spoilt(output: KVConnectorOutput) -> bool:
-    """Whether a load has failed, ours or another connector's, so that steps may have computed with bad KV."""
-    # Some versions of vLLM have no `failed_recving` in their output.
-    return bool(output.invalid_block_ids or getattr(output, "failed_recving", None))

@@ -40,7 +40,7 @@ from baton.connectors.storage.memory.identity import OffloadIdentity
 from baton.connectors.storage.memory.lending import SlotLender
 from baton.connectors.storage.memory.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.storage.memory.stats import OffloadStats
-from baton.connectors.storage.scheduler import StoringSchedulerHalf, may_be_spoilt
+from baton.connectors.storage.scheduler import StoringSchedulerHalf
 from baton.connectors.store_events import EventGroup, StoreEvents
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -214,17 +214,12 @@ class OffloadSchedulerHalf(StoringSchedulerHalf[Prompt, OffloadReport]):
     ) -> dict[str, int]:
         return {"host": num_external_tokens} if num_external_tokens else {}
 
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        prompt = self._prompts.pop(request.request_id, None)
-        if prompt is None:
-            return False, None
+    def _finished(self, prompt: Prompt) -> dict[str, Any] | None:
         self._due_fence |= prompt.open_stores
         self._chunks.act_for(prompt)
         params = self._lend(prompt)
         self._chunks.finish(prompt)
-        return False, params
+        return params
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Raises BadTransferParams for a ticket that this engine has not signed."""
@@ -250,14 +245,13 @@ class OffloadSchedulerHalf(StoringSchedulerHalf[Prompt, OffloadReport]):
                     stores += self._plan_store(prompt, num_computed, end, states)
         return OffloadMetadata(fence, loads, tuple(stores), failed)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if may_be_spoilt(connector_output):
-            self._discard_open_stores()
-        ended = self._combined(connector_output)
-        failed_stores, failed_loads = ended.failed_stores or set(), ended.failed_loads or set()
-        for job in sorted(ended.stored or ()):
+    def _take_reports(
+        self, of_ranks: list[tuple[int, OffloadReport]], combined: OffloadReport, output: KVConnectorOutput
+    ) -> None:
+        failed_stores, failed_loads = combined.failed_stores or set(), combined.failed_loads or set()
+        for job in sorted(combined.stored or ()):
             self._end_store(job, ok=job not in failed_stores)
-        for job in sorted(ended.loaded or ()):
+        for job in sorted(combined.loaded or ()):
             self._end_load(job, ok=job not in failed_loads)
 
     def has_pending_push_work(self) -> bool:
@@ -409,10 +403,7 @@ class OffloadSchedulerHalf(StoringSchedulerHalf[Prompt, OffloadReport]):
         self._index.unpin(load.entries)
 
     def _discard_open_stores(self) -> None:
-        """Discards open stores after a failed load, ours or another connector's, which may have spoilt them.
-
-        The host finds the affected requests and computes them again. Chunks stored since cannot be found.
-        """
+        """The host finds the affected requests and computes them again."""
         for store in self._stores.values():
             for entry in store.entries:
                 self._index.forget(entry)
@@ -420,7 +411,6 @@ class OffloadSchedulerHalf(StoringSchedulerHalf[Prompt, OffloadReport]):
             store.prompt.num_saved = min((store.prompt.num_saved, *store.chunks[:1]))
 
     def _weights_changed(self) -> None:
-        self._discard_open_stores()
         self._events.clear()
         for job, load in self._loads.items():
             load.is_stale = True

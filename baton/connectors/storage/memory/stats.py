@@ -9,7 +9,7 @@ stored_chunks            baton:kv_offload_stored_chunks_total    can be found fr
 evicted_chunks           baton:kv_offload_evicted_chunks_total   evicted to make room
 not_stored_chunks        baton:kv_offload_not_stored_chunks_total  not stored for lack of room
 failures {reason: n}     baton:kv_offload_failures_total    copies that failed: "store" or "load"
-used_slots, num_slots    baton:kv_offload_usage             share of the slots, 0 to 1 (gauge)
+usage                    baton:kv_offload_usage             share of the slots, 0 to 1 (gauge)
 
 The names on the left are keys of `OffloadStats.data`.
 """
@@ -18,11 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from baton.connectors.counted import Count, CountedStats, LabelledCount
-
-LEVELS = ("used_slots", "num_slots")
 
 
 @dataclass
@@ -57,10 +55,6 @@ class OffloadStats(CountedStats):
         "usage": Count("baton:kv_offload_usage", "Share of the host memory's slots that are in use."),
     }
 
-    def reset(self) -> None:
-        super().reset()
-        self.data |= dict.fromkeys(LEVELS, 0)
-
     def add_copy(self, direction: str, nbytes: int, duration_s: float) -> None:
         self.add_for("bytes", direction, nbytes)
         self.add_for("seconds", direction, duration_s)
@@ -68,16 +62,7 @@ class OffloadStats(CountedStats):
     def note_usage(self, used_slots: int, num_slots: int) -> None:
         """Adds the usage if there is something else to report; alone it is not worth a report."""
         if not self.is_empty():
-            self.data |= {"used_slots": used_slots, "num_slots": num_slots}
-
-    @classmethod
-    def gauge_values(cls, data: Mapping[str, Any]) -> dict[str, float]:
-        return {"usage": data["used_slots"] / data["num_slots"]} if data["num_slots"] else {}
-
-    def aggregate(self, other: Self) -> Self:
-        for name in LEVELS:
-            self.data[name] = max(self.data[name], other.data[name])  # Ranks do not set them.
-        return super().aggregate(other)
+            self.data["usage"] = used_slots / num_slots
 
     def reduce(self) -> dict[str, int | float | str]:
         reduced: dict[str, int | float | str] = {

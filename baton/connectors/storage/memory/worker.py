@@ -140,8 +140,7 @@ class OffloadWorkerHalf(BackgroundLoads):
         return self._stats.take()
 
     def build_connector_worker_meta(self) -> OffloadReport | None:
-        report, self._report = self._report, OffloadReport(rank=self._identity.rank)
-        return None if report.is_empty else report
+        return self._report.take()
 
     def shutdown(self) -> None:
         if self._lender is not None:

@@ -15,7 +15,7 @@ import torch
 from baton.connectors.storage.stores.form import FileForm, LayerShape
 from baton.connectors.storage.stores.identity import StorageIdentity
 from baton.connectors.storage.stores.layer_kinds import LayerKind
-from baton.stores.host.rows import Bytes, block_rows, check_ids, runs
+from baton.stores.host.rows import Bytes, block_rows, check_ids, copy_rows
 from baton.transport.base.gather import copy_library
 from baton.transport.base.spans import Copies, Int64s
 
@@ -58,7 +58,7 @@ class CacheBlocks:
                 if (rows := self._rows.get(name)) is None:
                     torch.index_select(cache, 0, index, out=stored[name])
                 else:
-                    _copy_runs(rows, ids, _rows_of(stored[name]), range(len(ids)))
+                    copy_rows([rows], ids, [_rows_of(stored[name])], range(len(ids)))
         if gathered is not body:
             body.copy_(gathered)
 
@@ -81,7 +81,7 @@ class CacheBlocks:
                         continue
                     places, source = range(skipped, self.kind.num_stored), _rows_of(stored[name])
                     if self._gather is None:
-                        _copy_runs(source, places, rows, ids)
+                        copy_rows([source], places, [rows], ids)
                     else:
                         copies.append(_row_copies(source, places, rows, ids))
         if self._gather is not None and copies:
@@ -111,14 +111,6 @@ def _row_copies(
     local = target.ctypes.data + np.asarray(to_rows, np.int64) * target.strides[0]
     remote = source.ctypes.data + np.asarray(from_rows, np.int64) * source.strides[0]
     return local, remote, np.full(len(to_rows), target.shape[1], np.int64)
-
-
-def _copy_runs(source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: Sequence[int]) -> None:
-    """Copies runs of adjacent blocks, which is three times as fast as indexing."""
-    check_ids(from_rows, len(source))
-    check_ids(to_rows, len(target))
-    for first, place, count in runs(from_rows, to_rows):
-        target[place : place + count] = source[first : first + count]
 
 
 def blocks_of_kinds(

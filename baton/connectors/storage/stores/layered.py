@@ -41,7 +41,6 @@ class LayeredLoad:
         self._nbytes = self._nbytes_left
         self._lock = threading.Lock()
         self.is_arriving = False  # The request need not wait for the load any more.
-        self.is_reported = False  # The scheduler half has been told.
         self.usable_s: float | None = None  # Time from which steps may read the load's blocks.
 
     @property

@@ -25,28 +25,22 @@ class StorageHandshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveChunk:
-    """Copy of whole blocks for one file. The step computes all of their tokens."""
+class ChunkPart:
+    """One file, or a section of it, and the blocks that belong there.
+
+    To save: all blocks that the file holds; the step computes all of their tokens. To load: the last of them.
+    Earlier ones are in the prefix cache already, or outside every window.
+    """
 
     key: bytes
     block_ids: tuple[int, ...]  # Blocks of each group of the kind in turn, equally many.
     kind: int = 0  # Index in the identity's `layer_kinds`.
     tail: int = 0  # Blocks of the tail that this is; 0: it is a chunk.
+    section: int | None = None  # Only this one of the file.
 
 
 SaveId: TypeAlias = tuple[int, bytes, int]
-"""Step, key and kind of a SaveChunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """Last blocks of one file. Earlier ones are in the prefix cache already, or outside every window."""
-
-    key: bytes
-    block_ids: tuple[int, ...]  # Blocks as in SaveChunk.
-    kind: int = 0
-    tail: int = 0
-    section: int | None = None  # Only this one of the file.
+"""Step, key and kind of a part to save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +70,7 @@ class StorageMetadata(KVConnectorMetadata):
     # ranks' layouts are not known yet.
     namespaces: tuple[str, ...] = ()
     loads: tuple[LoadChunks, ...] = ()
-    saves: tuple[SaveChunk, ...] = ()
+    saves: tuple[ChunkPart, ...] = ()
     write: tuple[int, ...] = ()  # Steps proved valid: their copies may be written.
     drop: tuple[int, ...] = ()  # Steps that computed with bad blocks.
     read_ahead: tuple[ReadChunks, ...] = ()

@@ -21,7 +21,7 @@ from typing import Final
 from baton.connectors.storage.prompts import StoredPrompt
 from baton.connectors.storage.stores.layer_kinds import LayerKind
 from baton.connectors.storage.stores.lookup_thread import Lookup
-from baton.connectors.storage.stores.metadata import ChunkPart, SaveChunk
+from baton.connectors.storage.stores.metadata import ChunkPart
 from baton.core.hashing import BlockHash, tail_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.stores.backends.tiers import Place
@@ -139,7 +139,7 @@ class Prompt(StoredPrompt):
 
     def take_saves(
         self, num_computed_before: int, num_computed_tokens: int, states: dict[int, dict[int, int]]
-    ) -> list[tuple[int, SaveChunk]]:
+    ) -> list[tuple[int, ChunkPart]]:
         """Chunks, with their indices, that a step may save if it computes up to `num_computed_tokens`.
 
         `states`: as `offered_states` returns them.
@@ -152,7 +152,7 @@ class Prompt(StoredPrompt):
             *self._take_tail(num_computed_tokens),
         ]
 
-    def _take_tail(self, num_computed_tokens: int) -> list[tuple[int, SaveChunk]]:
+    def _take_tail(self, num_computed_tokens: int) -> list[tuple[int, ChunkPart]]:
         num_tokens = self.request.num_prompt_tokens
         if self.is_tail_saved or num_computed_tokens < num_tokens:
             return []
@@ -163,11 +163,11 @@ class Prompt(StoredPrompt):
             return []
         self.extend_keys()
         blocks = _blocks(self.kinds[0], self.tables, self.stored_blocks(num_chunks, tail, 0))
-        return [(num_chunks, SaveChunk(self.tail_keys(num_chunks)[tail - 1], blocks, tail=tail))]
+        return [(num_chunks, ChunkPart(self.tail_keys(num_chunks)[tail - 1], blocks, tail=tail))]
 
     def _take_chunks(
         self, num_computed_before: int, num_computed_tokens: int, states: dict[int, dict[int, int]]
-    ) -> list[tuple[int, SaveChunk]]:
+    ) -> list[tuple[int, ChunkPart]]:
         num_computed = min(num_computed_tokens, self.request.num_tokens) // self.chunk_tokens
         if num_computed <= self.num_saved:
             return []
@@ -186,7 +186,7 @@ class Prompt(StoredPrompt):
                         stored.start >= kind.first_held(num_computed_before) and NULL_BLOCK_ID not in blocks
                     )
                 if is_held:
-                    saves.append((index, SaveChunk(keys[index], blocks, number)))
+                    saves.append((index, ChunkPart(keys[index], blocks, number)))
         self.num_saved = num_computed
         return saves
 

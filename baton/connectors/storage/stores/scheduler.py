@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from baton.connectors.storage.scheduler import StoringSchedulerHalf, may_be_spoilt
+from baton.connectors.storage.scheduler import StoringSchedulerHalf
 from baton.connectors.storage.stores.events import EVENT_CHUNKS_MAX, ChunkEvents
 from baton.connectors.storage.stores.identity import StorageIdentity
 from baton.connectors.storage.stores.lookups import PromptLookups
 from baton.connectors.storage.stores.metadata import (
     ChunkPart,
     LoadChunks,
-    SaveChunk,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
@@ -179,13 +178,11 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
         """The host waits for a load that cannot be ordered: makes every rank report it as failed."""
         self._loads.append(LoadChunks(request_id, (ChunkPart(b"", block_ids),), is_failed=True))
 
-    def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
-        prompt = self._prompts.pop(request.request_id, None)
-        if prompt is not None and not prompt.is_stale:
+    def _finished(self, prompt: Prompt) -> None:
+        if not prompt.is_stale:
             found = [key for key in prompt.keys[: prompt.num_saved] if key not in prompt.saved_keys]
             self._upkeep.retain(prompt.retention, prompt.saved_keys, found, has_ended=True)
-        self._ahead.end(request.request_id)
-        return False, None
+        self._ahead.end(prompt.request.request_id)
 
     def _new_prompt(self, request: host.Request, extra: bytes, until_s: float | None = None) -> Prompt:
         """`until_s`: of a hint, when it ends."""
@@ -239,18 +236,19 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
             drop=tuple(drop),
         )
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def _take_reports(
+        self, of_ranks: list[tuple[int, StorageReport]], combined: StorageReport, output: KVConnectorOutput
+    ) -> None:
         self._upkeep.raise_if_dead()
-        report, now = connector_output.kv_connector_worker_meta, self._clock()
-        for rank, of_rank in report.each_rank() if isinstance(report, StorageReport) else ():
+        now = self._clock()
+        for rank, of_rank in of_ranks:
             self._speeds.note_reads(of_rank.reads or (), now)
             if of_rank.layout is not None:
                 self._learn_layout(rank, of_rank.layout)
-        combined = self._combined(connector_output)
         for request_id in combined.failed_loads or ():
             if (prompt := self._prompts.get(request_id)) is not None:
                 prompt.save_again()  # What is missing is computed first.
-        ended = connector_output.finished_recving or set()
+        ended = output.finished_recving or set()
         # No other request has the blocks of a request that ended before it arrived.
         arriving = {
             request_id
@@ -258,7 +256,7 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
             if (prompt := self._prompts.get(request_id)) is not None and not prompt.is_stale
         }
         if arriving:  # vLLM's output has no such field, and there nothing arrives.
-            connector_output.arriving_recving |= arriving
+            output.arriving_recving |= arriving
         for request_id in self._usable & ended:
             self._ahead.end(request_id)
         self._usable = (self._usable | arriving) - ended
@@ -266,8 +264,6 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
         if self._events is not None:
             self._events.lost(combined.lost or ())
             self._events.written(combined.written or (), combined.unwritten or ())
-        if may_be_spoilt(connector_output):
-            self._drop_steps_in_flight()
         for step in combined.copied or ():
             if self._in_flight.pop(step, None) is not None:
                 self._write.append(step)
@@ -292,7 +288,6 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
         self._loads = [replace(load, is_failed=True) for load in self._loads]
         self._cancel = {request_id for request_id, prompt in self._prompts.items() if prompt.has_loaded}
         self._ahead.end_all()
-        self._drop_steps_in_flight()
         self._drop += self._write  # Not told to the ranks yet.
         self._write.clear()
         self._upkeep.forget_sessions()
@@ -306,8 +301,8 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
 
     # --- Saving --------------------------------------------------------------------------------
 
-    def _find_saves(self, output: host.SchedulerOutput) -> list[SaveChunk]:
-        found: list[tuple[str, int, SaveChunk]] = []
+    def _find_saves(self, output: host.SchedulerOutput) -> list[ChunkPart]:
+        found: list[tuple[str, int, ChunkPart]] = []
         for request_id, prompt, num_computed, end, states in self._computing(output):
             if not prompt.has_loaded:
                 prompt.skip_found()
@@ -326,7 +321,7 @@ class StorageSchedulerHalf(StoringSchedulerHalf[Prompt, StorageReport]):
                 self._events.saving(save_id, self._prompts[request_id], index, save.tail)
         return [save for _, _, save in by_file.values()]
 
-    def _drop_steps_in_flight(self) -> None:
+    def _discard_open_stores(self) -> None:
         """Drops all steps in flight, because it is unknown which of them computed with the bad blocks."""
         for step, copies in self._in_flight.items():
             self._drop.append(step)

@@ -18,44 +18,35 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.jobs import Jobs
-from baton.connectors.pull.reads.cache_layout import is_of_states
-from baton.connectors.storage.stores.identity import StorageIdentity, layout_digest
-from baton.connectors.storage.stores.layered import LayeredLoad
+from baton.connectors.storage.stores.identity import StorageIdentity
+from baton.connectors.storage.stores.loads import RequestLoads
 from baton.connectors.storage.stores.metadata import (
     ChunkPart,
-    LoadChunks,
-    SaveChunk,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
 )
+from baton.connectors.storage.stores.rank_chunks import RankChunks
 from baton.connectors.storage.stores.read_ahead import ReadAhead
 from baton.connectors.storage.stores.speeds import Read
 from baton.connectors.storage.stores.stats import StorageStats
 from baton.connectors.storage.stores.tiers import make_tiers
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
-from baton.core.layout import SLOT
-from baton.stores.base.chunk_name import ChunkName
-from baton.stores.chunks.chunk import sections_of
 from baton.stores.chunks.transfer_states import Ended, Kind, Outcome
-from baton.stores.chunks.transfers import MIB, Copy, Form, Transfers
+from baton.stores.chunks.transfers import MIB, Copy, Transfers
 
 if TYPE_CHECKING:
     import torch
 
-    from baton.connectors.storage.stores.cache_blocks import CacheBlocks
-
 logger = logging.getLogger(__name__)
 
 READS_MAX = 256  # Measurements of a report.
-Part: TypeAlias = SaveChunk | ChunkPart
 
 
 class StorageWorkerHalf(BackgroundLoads):
@@ -64,19 +55,15 @@ class StorageWorkerHalf(BackgroundLoads):
         settings, rank = identity.settings, identity.rank
         self._identity = identity
         self._clock = clock
-        self._keys = identity.signing_keys
-        self._namespaces: tuple[str, ...] = ()  # One for each key.
-        self._blocks: tuple[CacheBlocks, ...] = ()  # One for each kind of layers.
-        self._tails: dict[int, CacheBlocks] = {}  # Blocks of tails, by number of blocks.
-        self._layout = ""
+        self._chunks = RankChunks(identity)
         self._wake: Callable[[], None] = lambda: None
-        self._staged: dict[int, list[Copy[Part]]] = {}  # Copies by step; not approved yet.
+        self._staged: dict[int, list[Copy[ChunkPart]]] = {}  # Copies by step; not approved yet.
         self._ahead = ReadAhead(settings.prefetch_max_mib * MIB)
         self._tiers = make_tiers(settings.stored_tiers, clock, num_writers=identity.num_ranks)
         num_prefetchers = settings.io_threads if identity.is_consumer and settings.prefetch_max_mib else 0
-        self._transfers: Transfers[Part] = Transfers(
+        self._transfers: Transfers[ChunkPart] = Transfers(
             self._tiers,
-            self._form_of,
+            self._chunks.form_of,
             settings,
             readers=Jobs(f"kv-read-{rank}", settings.io_threads),
             writer=Jobs(f"kv-write-{rank}"),
@@ -85,15 +72,13 @@ class StorageWorkerHalf(BackgroundLoads):
             on_end=self._job_ended,
             clock=clock,
         )
-        self._layers: dict[str, int] = {}  # Place in the order of layers, by name of a cache.
-        self._loading: set[str] = set()  # Requests.
-        self._layered: dict[str, LayeredLoad] = {}  # Loads by request, until their end.
-        self._awaited: dict[str, LayeredLoad] = {}  # Those that this step may read before they are complete.
-        self._wait_left_s = 0.0  # Time that this step may still wait, in seconds.
-        self._waited: set[int] = set()  # Places of this step's layers.
-        # Loads that are refused, with the reason: a step may have read blocks that were not filled yet, or
-        # the weights have changed.
-        self._unproven: dict[str, str] = {}
+        self._loads = RequestLoads(
+            self._chunks,
+            self._transfers,
+            wait_s=settings.layer_wait_s,
+            arrives=lambda: self._wake(),
+            clock=clock,
+        )
         self._report = StorageReport(rank=rank)  # The next one for our scheduler half.
         self._reads: deque[Read] = deque(maxlen=READS_MAX)
         self._stats = StorageStats()
@@ -101,29 +86,14 @@ class StorageWorkerHalf(BackgroundLoads):
     # --- Start ---------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from baton.connectors.storage.stores.cache_blocks import blocks_of_kinds
-
-        identity = self._identity
-        self._layout = layout_digest(kv_caches, identity.block_tokens, self._packing_of(kv_caches))
-        self._blocks = blocks_of_kinds(kv_caches, identity)
-        self._layers = {name: place for place, name in enumerate(kv_caches)}
+        self._chunks.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return StorageHandshake(self._identity.rank, self._layout)
+        return StorageHandshake(self._identity.rank, self._chunks.layout)
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake
         return True
-
-    def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
-        """How the host's attention packs a block (`baton.core.layout`)."""
-        find = self._identity.policy.find_packing
-        if find is None:
-            return SLOT
-        with_tokens = {name: cache for name, cache in kv_caches.items() if not is_of_states(cache)}
-        packing = find(with_tokens) if with_tokens else SLOT
-        # The bytes of a state do not show the order of its parts.
-        return f"{packing}; {self._identity.state_parts}" if self._identity.state_parts else packing
 
     # --- Step ----------------------------------------------------------------------------------
 
@@ -143,36 +113,34 @@ class StorageWorkerHalf(BackgroundLoads):
                 self._transfers.store(step, copies)
         self._order_reading_ahead(connector_metadata)
         for order in connector_metadata.loads:
-            self._order_load(order)
-        self._begin_waiting(connector_metadata)
+            if order.is_failed:
+                self._end_load(order.request_id, [Outcome(part, "failed") for part in order.parts])
+                self._wake()
+            else:
+                self._loads.begin(order)
+        self._loads.begin_step(connector_metadata)
 
     def _begin_namespaces(self, metadata: StorageMetadata) -> None:
         """Ends the loads of other weights before a thread can read under the new names."""
-        for request_id in self._loading.intersection(metadata.cancel):
-            self._unproven[request_id] = "weights"
-            self._transfers.cancel(request_id, waits=True)
-        if metadata.namespaces and metadata.namespaces != self._namespaces:
+        self._loads.give_up(metadata.cancel, "weights")
+        if metadata.namespaces and metadata.namespaces != self._chunks.namespaces:
             for chunk in self._ahead.forget_all():
                 self._transfers.cancel(chunk, waits=True)
-            self._namespaces = metadata.namespaces
+            self._chunks.namespaces = metadata.namespaces
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._awaited:
-            layer = self._layers[layer_name]
-            self._waited.add(layer)
-            for load in list(self._awaited.values()):
-                self._wait_for(load, layer)
+        self._loads.wait_for_layer(layer_name)
 
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
         assert isinstance(metadata, StorageMetadata)
-        self._end_waiting(metadata)
+        self._loads.end_step(metadata)
         if not metadata.saves:
             return
         self._report.add(copied={metadata.step})
         copies = self._staged.setdefault(metadata.step, [])
         for save in metadata.saves:
-            if (copy := self._transfers.copy(save, self._copy_out)) is not None:
+            if (copy := self._transfers.copy(save, self._chunks.copy_out)) is not None:
                 copies.append(copy)
             else:
                 self._end_save(metadata.step, save, "backlog")
@@ -188,84 +156,18 @@ class StorageWorkerHalf(BackgroundLoads):
         return self._stats.take()
 
     def build_connector_worker_meta(self) -> StorageReport | None:
-        report, self._report = self._report, StorageReport(rank=self._identity.rank)
         bound = self._connector_metadata
         if isinstance(bound, StorageMetadata) and bound.is_timed:
-            report.add(timed={bound.step})
-        for request_id, load in self._layered.items():
-            if load.is_arriving and not load.is_reported:
-                load.is_reported = True
-                report.add(arriving={request_id})
-        report.reads = tuple(self._reads) or None
-        self._reads.clear()
+            self._report.add(timed={bound.step})
         if not (isinstance(bound, StorageMetadata) and bound.namespaces):
-            report.layout = self._layout
-        return None if report.is_empty else report
+            self._report.layout = self._chunks.layout
+        self._report.add(arriving=self._loads.take_arriving())
+        self._report.reads = tuple(self._reads)
+        self._reads.clear()
+        return self._report.take()
 
     def shutdown(self) -> None:
         self._transfers.close()
-
-    # --- Loads -----------------------------------------------------------------------------------
-
-    def _order_load(self, order: LoadChunks) -> None:
-        self._loading.add(order.request_id)
-        if order.is_failed:
-            self._end_load(order.request_id, [Outcome(part, "failed") for part in order.parts])
-            self._wake()
-        elif order.arrives_s is None:
-            places = range(len(order.parts))
-            self._transfers.load(order.request_id, order.parts, self._copy_in, places=places)
-        else:
-            load = LayeredLoad(order, self._sections_of, self._clock())
-            self._layered[order.request_id] = load
-            install = partial(self._copy_section_in, load)
-            self._transfers.load(order.request_id, load.pieces, install, places=load.places)
-
-    def _begin_waiting(self, metadata: StorageMetadata) -> None:
-        """A step that may be recorded calls no hook, so all layers are waited for before it."""
-        self._wait_left_s = self._identity.settings.layer_wait_s
-        self._waited = set()
-        self._awaited = {
-            request_id: load
-            for request_id in metadata.usable
-            if (load := self._layered.get(request_id)) is not None and not load.is_complete
-        }
-        now = self._clock()
-        for load in list(self._awaited.values()):
-            load.usable_s = now if load.usable_s is None else load.usable_s
-            if metadata.longest == 1:
-                self._waited = set(range(len(self._layers)))
-                self._wait_for(load, len(self._layers))
-
-    def _wait_for(self, load: LayeredLoad, layer: int) -> None:
-        began_s = self._clock()
-        is_there = self._transfers.wait(
-            load.order.request_id, lambda: load.has_layer(layer), max(0.0, self._wait_left_s)
-        )
-        self._wait_left_s -= self._clock() - began_s
-        if not is_there:
-            self._give_up(load)
-        elif load.is_complete and self._waited.issuperset(range(layer)):
-            del self._awaited[load.order.request_id]
-
-    def _end_waiting(self, metadata: StorageMetadata) -> None:
-        """Ends the step's waits. A step that has not waited for every layer may have read anything.
-
-        Without a forward pass the load goes on, but not for long: its blocks cannot be freed before it ends.
-        """
-        now = self._clock()
-        for load in list(self._awaited.values()):
-            assert load.usable_s is not None
-            is_late = now - load.usable_s > self._identity.settings.layer_wait_s
-            if metadata.longest or is_late:
-                self._give_up(load)
-
-    def _give_up(self, load: LayeredLoad) -> None:
-        """Ends a load. No thread writes to its blocks any more; this step reports them as invalid."""
-        request_id = load.order.request_id
-        del self._awaited[request_id]
-        self._unproven.setdefault(request_id, "timeout")
-        self._transfers.cancel(request_id, waits=True)
 
     # --- Jobs that end ---------------------------------------------------------------------------
 
@@ -274,7 +176,7 @@ class StorageWorkerHalf(BackgroundLoads):
         if kind == "load" or (kind == "store" and self._identity.publishes_events):
             self._wake()
 
-    def _collect(self, ended: Ended[Part]) -> None:
+    def _collect(self, ended: Ended[ChunkPart]) -> None:
         match ended.kind:
             case "load":
                 self._end_load(str(ended.job_id), ended.outcomes)
@@ -287,10 +189,10 @@ class StorageWorkerHalf(BackgroundLoads):
                 for outcome in ended.outcomes:
                     self._end_save(ended.job_id, outcome.chunk, outcome.reason)
                     if outcome.num_written:
-                        nbytes = self._blocks_of(outcome.chunk).form.nbytes
+                        nbytes = self._chunks.nbytes_of(outcome.chunk)
                         self._stats.add(saved_chunks=1, saved_bytes=nbytes, save_s=outcome.seconds)
 
-    def _end_save(self, step: int, save: Part, reason: str | None) -> None:
+    def _end_save(self, step: int, save: ChunkPart, reason: str | None) -> None:
         """`reason`: why it was not saved. With it the scheduler half decides about KV events."""
         if reason is not None:
             self._stats.add_for("not_saved", reason)
@@ -300,16 +202,11 @@ class StorageWorkerHalf(BackgroundLoads):
             if reason is not None:
                 self._report.add(unwritten={save_id})
 
-    def _end_load(self, request_id: str, outcomes: Sequence[Outcome[Part]]) -> None:
-        """The parts before the first that failed are loaded."""
-        self._loading.discard(request_id)
-        load = self._layered.pop(request_id, None)
+    def _end_load(self, request_id: str, outcomes: Sequence[Outcome[ChunkPart]]) -> None:
         for outcome in outcomes:
             part = outcome.chunk
             if outcome.reason is None:
-                place = self._place_of(part)
-                num_chunks = int(place is None or place.start == 0)
-                nbytes = self._blocks_of(part).form.nbytes if place is None else place.stop - place.start
+                num_chunks, nbytes = int(not part.section), self._chunks.nbytes_of(part)
                 self._stats.add(loaded_chunks=num_chunks, loaded_bytes=nbytes, load_s=outcome.seconds)
                 if outcome.store is None:
                     self._stats.add(prefetched_chunks=num_chunks)
@@ -318,29 +215,15 @@ class StorageWorkerHalf(BackgroundLoads):
                 logger.warning("request %s computes what it could not load: %s", request_id, outcome.error)
             if outcome.is_lost and self._identity.publishes_events:
                 self._report.add(lost={(part.key, part.kind)})
-        unproven = self._unproven.pop(request_id, None)
-        parts: Sequence[Part] = [outcome.chunk for outcome in outcomes]
-        places: Sequence[int] = range(len(parts))
-        if load is not None:
-            parts, places = load.order.parts, load.places
-            if not load.is_reported:
-                self._report.add(arriving={request_id})
-        failed: dict[int, str | None] = {
-            place: outcome.reason
-            for place, outcome in zip(places, outcomes, strict=True)
-            if outcome.reason not in (None, "unneeded", "cancelled")
-        }
-        if unproven is not None:
-            failed = {0: next(iter(failed.values()), unproven)}
-        if not failed:
+        if (failure := self._loads.end(request_id, outcomes)) is None:
             self._note_end(request_id)
             return
-        first = min(failed)
+        reason, not_loaded = failure
         self._report.add(failed_loads={request_id})
-        self._stats.add_for("failures", str(failed[first]))
-        self._note_end(request_id, [block for part in parts[first:] for block in part.block_ids])
+        self._stats.add_for("failures", reason)
+        self._note_end(request_id, not_loaded)
 
-    def _note_read(self, outcome: Outcome[Part]) -> None:
+    def _note_read(self, outcome: Outcome[ChunkPart]) -> None:
         if outcome.store is not None:
             self._reads.append(Read(outcome.store, outcome.nbytes, outcome.seconds))
 
@@ -350,16 +233,16 @@ class StorageWorkerHalf(BackgroundLoads):
         for order in metadata.read_ahead:
             for part in order.parts:
                 chunk = part.key, part.kind
-                if self._ahead.want(order.owner, chunk, self._blocks_of(part).form.nbytes):
+                if self._ahead.want(order.owner, chunk, self._chunks.nbytes_of(part)):
                     self._transfers.load(chunk, [part], self._keep, is_ahead=True)
         for owner in metadata.forget:
             for chunk in self._ahead.forget(owner):
                 self._transfers.cancel(chunk)
 
-    def _keep(self, part: Part, body: memoryview) -> None:
+    def _keep(self, part: ChunkPart, body: memoryview) -> None:
         self._ahead.keep((part.key, part.kind), np.frombuffer(body, np.uint8).copy().data)
 
-    def _end_reading_ahead(self, outcomes: Sequence[Outcome[Part]]) -> None:
+    def _end_reading_ahead(self, outcomes: Sequence[Outcome[ChunkPart]]) -> None:
         """What cannot be read is left to the load, which counts it."""
         for outcome in outcomes:
             self._note_read(outcome)
@@ -367,56 +250,7 @@ class StorageWorkerHalf(BackgroundLoads):
                 logger.debug("could not read %s ahead: %s", outcome.chunk.key.hex(), outcome.error)
                 self._ahead.drop((outcome.chunk.key, outcome.chunk.kind))
 
-    # --- Chunks and blocks, on any thread --------------------------------------------------------
-
-    def _copy_out(self, save: Part, body: memoryview) -> None:
-        blocks = self._blocks_of(save)
-        blocks.copy_out(save.block_ids, blocks.form.body_in(body))
-
-    def _copy_in(self, part: Part, body: memoryview) -> None:
-        blocks = self._blocks_of(part)
-        blocks.copy_in(blocks.form.body_in(body), part.block_ids)
-
-    def _copy_section_in(self, load: LayeredLoad, piece: Part, body: memoryview) -> None:
-        assert isinstance(piece, ChunkPart)
-        blocks, place = self._blocks_of(piece), self._place_of(piece)
-        blocks.copy_in(blocks.form.body_in(body, place), piece.block_ids, place)
-        if load.installed(piece, self._clock()):
-            self._wake()
-
-    def _sections_of(self, part: ChunkPart) -> list[tuple[int, int]]:
-        """First layer and bytes of each section of the file."""
-        form = self._blocks_of(part).form
-        return [
-            (min(self._layers[name] for name in form.names_in(place)), place.stop - place.start)
-            for place in sections_of(form.section_ends)
-        ]
-
-    def _place_of(self, part: Part) -> slice | None:
-        """Place of the part's section in the body, if the part is one."""
-        if isinstance(part, SaveChunk) or part.section is None:
-            return None
-        return sections_of(self._blocks_of(part).form.section_ends)[part.section]
-
-    def _held(self, part: Part) -> memoryview | None:
-        """Body of a chunk that was read ahead."""
+    def _held(self, part: ChunkPart) -> memoryview | None:
+        """Body of a chunk that was read ahead. Called on any thread."""
         body = self._ahead.find((part.key, part.kind))
-        return body if body is None or (place := self._place_of(part)) is None else body[place]
-
-    def _form_of(self, part: Part) -> Form:
-        """Form of a part, with its name under the current key, then under the previous one."""
-        blocks, rank = self._blocks_of(part), self._identity.rank
-        window = blocks.kind.window_of_files
-        names = [ChunkName(namespace, part.key, rank, window) for namespace in self._namespaces]
-        section = None if isinstance(part, SaveChunk) else part.section
-        form = blocks.form
-        signed = list(zip(names, self._keys, strict=True))
-        return Form(signed, form.entries, form.nbytes, form.section_ends, section)
-
-    def _blocks_of(self, part: Part) -> CacheBlocks:
-        blocks = self._blocks[part.kind]
-        if not part.tail:
-            return blocks
-        if (of_tail := self._tails.get(part.tail)) is None:
-            of_tail = self._tails[part.tail] = blocks.of_tail(part.tail)
-        return of_tail
+        return body if body is None or (place := self._chunks.place_of(part)) is None else body[place]
