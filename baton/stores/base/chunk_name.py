@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,11 @@ class ChunkName:
 
     def path_in(self, folder: Path) -> Path:
         return folder / str(self)
+
+
+def namespace_digest(described: bytes, key: bytes = b"") -> str:
+    """Digest in hex for the name of a namespace. `key`: at most 64 bytes count."""
+    return hashlib.blake2b(described, key=key[:64], digest_size=16).hexdigest()
 
 
 # Nothing else is read, removed or copied: neither model weights beside the chunks nor a path out of a folder.

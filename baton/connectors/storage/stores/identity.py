@@ -12,7 +12,6 @@ their orders.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,14 +25,13 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import has_states, is_hybrid
 from baton.core.layout import SLOT
-from baton.stores.base.chunk_name import STATE, ChunkName
+from baton.stores.base.chunk_name import STATE, ChunkName, namespace_digest
 from baton.stores.chunks.chunk import FORMAT
 
 if TYPE_CHECKING:
     import torch
 
 KEY_PURPOSE = "baton.storage.1"
-NAMESPACE_BYTES = 16
 
 
 class StorageIdentity(HostView, frozen=True, kw_only=True):
@@ -110,8 +108,7 @@ class StorageIdentity(HostView, frozen=True, kw_only=True):
     def _namespace(self, layouts: Mapping[int, str], signing_key: bytes) -> str:
         assert len(layouts) == self.num_ranks
         # Contains the key's digest, or engines with another key would remove our files as corrupted.
-        signed_by = hashlib.blake2b(b"", key=signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
-        parts = [FORMAT, self.kv_identity.digest, self.chunk_tokens, signed_by]
+        parts = [FORMAT, self.kv_identity.digest, self.chunk_tokens, namespace_digest(b"", signing_key)]
         if is_hybrid(self.groups):
             # The window of each layer. Files do not show how the layers of one window are split into groups.
             parts.append(
@@ -121,8 +118,7 @@ class StorageIdentity(HostView, frozen=True, kw_only=True):
                     for layer in group.layers
                 )
             )
-        described = msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]])
-        return hashlib.blake2b(described, digest_size=NAMESPACE_BYTES).hexdigest()
+        return namespace_digest(msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]]))
 
 
 def layout_digest(kv_caches: Mapping[str, torch.Tensor], block_tokens: int, packing: str = SLOT) -> str:
@@ -143,4 +139,4 @@ def layout_digest(kv_caches: Mapping[str, torch.Tensor], block_tokens: int, pack
                 field=f"kv_caches.{name}",
             )
         described.append((name, list(cache.shape[1:]), str(cache.dtype)))
-    return hashlib.blake2b(msgspec.json.encode((packing, described)), digest_size=NAMESPACE_BYTES).hexdigest()
+    return namespace_digest(msgspec.json.encode((packing, described)))

@@ -191,28 +191,16 @@ class Prompt(StoredPrompt):
         return saves
 
 
-@dataclass(frozen=True, slots=True)
 class HintedRequest:
     """A prompt that will come, as a `host.Request`."""
 
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    cache_salt: str | None
-    kv_transfer_params: None = None
-    num_computed_tokens: int = 0
-    status: None = None
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        return self.prompt_token_ids
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+    def __init__(self, request_id: str, tokens: Sequence[int], cache_salt: str | None) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = self.all_token_ids = tokens
+        self.num_prompt_tokens = self.num_tokens = len(tokens)
+        self.num_computed_tokens = 0
+        self.cache_salt = cache_salt
+        self.kv_transfer_params = self.status = None
 
 
 def _blocks(kind: LayerKind, tables: tuple[list[int], ...], indices: range) -> tuple[int, ...]:

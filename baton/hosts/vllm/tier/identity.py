@@ -9,7 +9,6 @@ secret        the digest of the key that signs; engines with another secret have
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 from types import FrameType
@@ -23,7 +22,8 @@ from vllm.platforms import current_platform
 from baton.core.errors import ConfigError
 from baton.hosts.vllm.identity import FIELD, draft_digest, find_kv_identity
 from baton.hosts.vllm.settings import PluginSettings
-from baton.hosts.vllm.tier.rows import KEY_PURPOSE, NAMESPACE_BYTES, Naming
+from baton.hosts.vllm.tier.rows import KEY_PURPOSE, Naming
+from baton.stores.base.chunk_name import namespace_digest
 from baton.stores.chunks.chunk import FORMAT
 
 
@@ -34,12 +34,8 @@ def naming_of(offloading_config: Any, row_bytes: int, plugin: PluginSettings) ->
     described = msgspec.json.encode(
         [FORMAT, row_bytes, _memory_of(offloading_config), *_model_of(offloading_config, plugin.revision)]
     )
-    return Naming(row_bytes, tuple((_namespace(described, key), key) for key in keys))
-
-
-def _namespace(described: bytes, signing_key: bytes) -> str:
-    # The key's digest is a part: else engines with another key would remove our chunks as corrupted.
-    return hashlib.blake2b(described, key=signing_key[:64], digest_size=NAMESPACE_BYTES).hexdigest()
+    # Contains the key's digest, or engines with another key would remove our chunks as corrupted.
+    return Naming(row_bytes, tuple((namespace_digest(described, key), key) for key in keys))
 
 
 def _memory_of(config: Any) -> list[Any]:

@@ -6,18 +6,16 @@ moves here touch the memory.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.stores.base.chunk_name import ChunkName
+from baton.stores.base.chunk_name import ChunkName, namespace_digest
 from baton.stores.chunks.transfers import Form
 
 KEY_PURPOSE = "baton.vllm_tier.1"
-NAMESPACE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,9 @@ class Naming:
 
     def with_other_weights(self) -> Naming:
         """Names for chunks of weights that the host does not name, so no engine has had them before."""
-        drawn = secrets.token_bytes(NAMESPACE_BYTES)
-        named = [
-            (hashlib.blake2b(namespace.encode(), key=drawn, digest_size=NAMESPACE_BYTES), key)
-            for namespace, key in self.signed
-        ]
-        return replace(self, signed=tuple((digest.hexdigest(), key) for digest, key in named))
+        drawn = secrets.token_bytes(16)
+        signed = [(namespace_digest(namespace.encode(), drawn), key) for namespace, key in self.signed]
+        return replace(self, signed=tuple(signed))
 
     def names_of(self, key: bytes) -> list[tuple[ChunkName, bytes]]:
         """Names under which the chunk may be stored, and the keys that sign it there."""
