@@ -5,7 +5,19 @@
     BatonTieredConnector          both, the fastest first
 
 Blocks are stored as they are computed, and can be found before the request ends. They are loaded in the
-background, by hash. Requests need no `kv_transfer_params`: by them a request opts out of host memory
+background, by hash. Both rooms build on the same parts: `scheduler` follows requests and discards what a
+failed load may have spoilt, `prompts` names chunks, `reports` and `background_loads` tell which jobs have
+ended. They differ in this:
+
+              memory                                     stores
+    lookup    in the scheduler half, at once             on a thread; the host asks again
+    load      rows -> blocks                             read and proven on threads, then -> blocks;
+                                                         ahead of the request, or layer by layer
+    store     blocks -> rows after the step; the next    blocks -> a copy within the step, written when
+              step waits for it if blocks were freed     the step is known to be good
+    room      a policy evicts when a slot is needed      a thread sweeps by size, age and priority
+
+Requests need no `kv_transfer_params`: by them a request opts out of host memory
 (`baton_offload`), names a prompt that will come (`baton_prefetch`), and asks for its chunks to stay
 (`baton.core.retention`). The `settings` of the two rooms define the options.
 """
@@ -76,6 +88,10 @@ class BatonTieredConnector(BatonMultiConnector):
     A tier of type "host" is the offload connector with these settings. The other tiers are the shared storage
     with them, and with the settings beside `tiers`. A prompt is loaded from the child that has more of it.
     What was loaded from a slower tier is then in the faster ones, too.
+
+    The children share no state: their chunks have other sizes and keys. A list of tiers in one half would
+    need what a Multi has: the choice of the one that loads, ends and statistics by child, and containment. A
+    store that raises is retired, and host memory goes on.
     """
 
     prefers_longest: ClassVar[bool] = True
