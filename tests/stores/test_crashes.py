@@ -100,6 +100,13 @@ def test_a_crash_loses_nothing_that_was_stored(tmp_path: Path, monkeypatch: pyte
     assert problems(tmp_path, monkeypatch) == {"": NUM_CRASHES}
 
 
+def test_a_system_that_cannot_write_early_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_file, "_begin_writing", None)
+    assert problems(tmp_path, monkeypatch) == {"": NUM_CRASHES}
+
+
 def test_without_fsync_a_crash_loses_values_and_never_gives_a_wrong_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
