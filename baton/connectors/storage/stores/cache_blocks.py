@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from baton.connectors.storage.stores.layer_kinds import LayerKind
 from baton.stores.host.rows import Bytes, block_rows, check_ids, copy_rows
 from baton.transport.base.gather import copy_library
 from baton.transport.base.spans import Copies, Int64s
+
+Move: TypeAlias = tuple[Bytes, Sequence[int], Bytes, Sequence[int]]
+"""Source and its rows, target and its rows."""
 
 
 class CacheBlocks:
@@ -51,14 +55,15 @@ class CacheBlocks:
     def copy_out(self, block_ids: Sequence[int], body: torch.Tensor) -> None:
         """`body`: body of a file, on the CPU."""
         gathered = body if self._device.type == "cpu" else self.form.new_body(self._device)
-        stored = self.form.layers_of(gathered)
+        stored, moves = self.form.layers_of(gathered), []
         for of_group, ids in self._by_group(block_ids):
             index = torch.tensor(ids, device=self._device)
             for name, cache in of_group.items():
                 if (rows := self._rows.get(name)) is None:
                     torch.index_select(cache, 0, index, out=stored[name])
                 else:
-                    copy_rows([rows], ids, [_rows_of(stored[name])], range(len(ids)))
+                    moves.append((rows, ids, _rows_of(stored[name]), range(len(ids))))
+        self._move(moves)
         if gathered is not body:
             body.copy_(gathered)
 
@@ -67,29 +72,31 @@ class CacheBlocks:
 
         `block_ids`: for its last blocks; earlier ones are already present.
         """
-        stored = self.form.layers_of(body.to(self._device), section)
-        copies = []
+        stored, moves = self.form.layers_of(body.to(self._device), section), []
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
             for of_group, ids in self._by_group(block_ids):
                 skipped = self.kind.num_stored - len(ids)
                 index = torch.tensor(ids, device=self._device)
-                for name, cache in of_group.items():
-                    if name not in stored:
-                        continue
+                for name in [name for name in of_group if name in stored]:
                     if (rows := self._rows.get(name)) is None:
-                        cache.index_put_((index,), stored[name][skipped:])
-                        continue
-                    places, source = range(skipped, self.kind.num_stored), _rows_of(stored[name])
-                    if self._gather is None:
-                        copy_rows([source], places, [rows], ids)
+                        of_group[name].index_put_((index,), stored[name][skipped:])
                     else:
-                        copies.append(_row_copies(source, places, rows, ids))
-        if self._gather is not None and copies:
-            self._gather(Copies(*(np.concatenate(parts) for parts in zip(*copies, strict=True))))
+                        places = range(skipped, self.kind.num_stored)
+                        moves.append((_rows_of(stored[name]), places, rows, ids))
+        self._move(moves)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # Waits for this thread's copies.
 
+    def _move(self, moves: Sequence[Move]) -> None:
+        if self._gather is None:
+            for source, from_rows, target, to_rows in moves:
+                copy_rows([source], from_rows, [target], to_rows)
+        elif moves:
+            copies = zip(*[_row_copies(*move) for move in moves], strict=True)
+            self._gather(Copies(*map(np.concatenate, copies)))
+
     def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], Sequence[int]]]:
+        check_ids(block_ids, len(next(iter(self._layers[0].values()))))
         size = len(block_ids) // len(self._layers)
         parts = [block_ids[start : start + size] for start in range(0, len(block_ids), size)]
         return list(zip(self._layers, parts, strict=True))
