@@ -146,9 +146,10 @@ class ChunkEvents:
             for one in of_kind:
                 if not one.is_stored:
                     events.removed(one.key)
-            stored = [one for one in of_kind if one.is_stored]
-            blocks = [prompt.stored_blocks(one.chunk, one.tail, kind) for one in stored]
-            self._store(prompt, kind, [(one.key, of_one) for one, of_one in zip(stored, blocks, strict=True)])
+            stored = [
+                (one.key, prompt.stored_blocks(one.chunk, one.tail, kind)) for one in of_kind if one.is_stored
+            ]
+            self._store(prompt, kind, stored)
 
     def _store(self, prompt: Prompt, kind: int, chunks: Sequence[tuple[bytes, range]]) -> None:
         """A request may have lost its last token since, and the name of the block with it."""

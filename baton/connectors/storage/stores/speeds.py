@@ -38,38 +38,31 @@ class Line:
     """Least squares with forgetting."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # Weighted sums.
+        self._sums = [0.0] * 5  # Weighted: of 1, x, y, x * x, x * y. x: amount, y: seconds.
         self._num = 0
         self._last_s = -math.inf
 
     def note(self, amount: float, seconds: float, now_s: float) -> None:
-        if now_s - self._last_s > STALE_S:
-            self._weight = self._x = self._y = self._xx = self._xy = 0.0
-            self._num = 0
-        else:
-            kept = 0.5 ** (max(0.0, now_s - self._last_s) / HALF_LIFE_S)
-            self._weight, self._x, self._y = self._weight * kept, self._x * kept, self._y * kept
-            self._xx, self._xy = self._xx * kept, self._xy * kept
+        is_stale = now_s - self._last_s > STALE_S
+        kept = 0.0 if is_stale else 0.5 ** (max(0.0, now_s - self._last_s) / HALF_LIFE_S)
         self._last_s = max(self._last_s, now_s)
-        self._num += 1
-        self._weight += 1
-        self._x += amount
-        self._y += seconds
-        self._xx += amount * amount
-        self._xy += amount * seconds
+        self._num = 1 if is_stale else self._num + 1
+        added = 1, amount, seconds, amount * amount, amount * seconds
+        self._sums = [kept * total + one for total, one in zip(self._sums, added, strict=True)]
 
     def seconds_for(self, amount: float, now_s: float) -> float | None:
         """None: not known."""
-        if self._num < FEWEST or now_s - self._last_s > STALE_S or not self._xx:
+        weight, x, y, xx, xy = self._sums
+        if self._num < FEWEST or now_s - self._last_s > STALE_S or not xx:
             return None
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
+        mean_x, mean_y = x / weight, y / weight
+        variance = xx / weight - mean_x * mean_x
         if variance > TOLD_APART * mean_x * mean_x:
-            slope = (self._xy / self._weight - mean_x * mean_y) / variance
+            slope = (xy / weight - mean_x * mean_y) / variance
             latency = mean_y - slope * mean_x
             if slope >= 0 and latency >= 0:
                 return latency + slope * amount
-        return amount * self._xy / self._xx  # The estimate without a latency.
+        return amount * xy / xx  # The estimate without a latency.
 
 
 class Speeds:
