@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from baton.connectors.storage.row_copies import row_copier
 from baton.core.config import KVTransferConfig
 from baton.stores.host.rows import HostRows
 from lab.bench.returns import (
@@ -41,7 +42,7 @@ def measure_copies(num_blocks: int, turns: int) -> Measured:
     """Return median GB/s; "memcpy" is one contiguous copy of the same number of bytes."""
     shape = (COPY_LAYERS, num_blocks, COPY_PIECE_BYTES)
     caches = {f"layer {i}": layer for i, layer in enumerate(torch.ones(shape, dtype=torch.uint8))}
-    rows = HostRows(caches, num_blocks)
+    rows = HostRows(caches, num_blocks, copy=row_copier())
     nbytes = num_blocks * rows.row_bytes
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     in_order = list(range(num_blocks))

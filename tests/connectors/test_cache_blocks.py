@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.connectors.storage.stores import cache_blocks
+from baton.connectors.storage import row_copies
 from baton.connectors.storage.stores.cache_blocks import CacheBlocks
 from baton.connectors.storage.stores.layer_kinds import LayerKind
 from baton.stores.base.aligned import AlignedPool
@@ -40,7 +40,7 @@ def test_blocks_come_back_at_other_places(
     expected = {name: cache.clone() for name, cache in target.items()}
     with pytest.MonkeyPatch.context() as patch:
         if not has_library:
-            patch.setattr(cache_blocks, "copy_library", lambda: None)
+            patch.setattr(row_copies, "copy_library", lambda: None)
         ours, theirs = blocks_of(source), blocks_of(target)
     memory = POOL.take(ours.form.nbytes)
     body = ours.form.body_in(memory)

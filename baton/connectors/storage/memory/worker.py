@@ -185,10 +185,16 @@ def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> 
     if device.type != "cpu":
         raise ConfigError(f"caches on {device.type!r} cannot be offloaded", field="kv_caches")
     from baton.connectors.storage.memory.cpu_copies import CpuCopies
+    from baton.connectors.storage.row_copies import row_copier
     from baton.stores.host.rows import HostRows
 
-    is_lent = identity.lender is not None
-    rows = HostRows(kv_caches, identity.num_rows, f"{FIELD}.cpu_gib", is_shareable=is_lent)
+    rows = HostRows(
+        kv_caches,
+        identity.num_rows,
+        f"{FIELD}.cpu_gib",
+        is_shareable=identity.lender is not None,
+        copy=row_copier(),
+    )
     if rows.row_bytes != identity.block_bytes:
         raise ConfigError(
             f"a block takes {rows.row_bytes} bytes on this rank, expected {identity.block_bytes}",

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
-import numpy as np
 import torch
 
+from baton.connectors.storage.row_copies import row_copier
 from baton.connectors.storage.stores.form import FileForm, LayerShape
 from baton.connectors.storage.stores.identity import StorageIdentity
 from baton.connectors.storage.stores.layer_kinds import LayerKind
-from baton.stores.host.rows import Bytes, block_rows, check_ids, copy_rows
-from baton.transport.base.gather import copy_library
-from baton.transport.base.spans import Copies, Int64s
-
-Move: TypeAlias = tuple[Bytes, Sequence[int], Bytes, Sequence[int]]
-"""Source and its rows, target and its rows."""
+from baton.stores.host.rows import Bytes, block_rows
 
 
 class CacheBlocks:
@@ -31,7 +25,7 @@ class CacheBlocks:
         """`layers`: for each group, the caches of its layers by name."""
         self.kind = kind
         self._layers = layers
-        self._gather = copy_library()
+        self._copy = row_copier()
         self._device = next(iter(layers[0].values())).device
         # Rows of caches on a CPU whose blocks have the order of the file.
         self._rows = {
@@ -55,15 +49,15 @@ class CacheBlocks:
     def copy_out(self, block_ids: Sequence[int], body: torch.Tensor) -> None:
         """`body`: body of a file, on the CPU."""
         gathered = body if self._device.type == "cpu" else self.form.new_body(self._device)
-        stored, moves = self.form.layers_of(gathered), []
+        stored = self.form.layers_of(gathered)
         for of_group, ids in self._by_group(block_ids):
-            index = torch.tensor(ids, device=self._device)
-            for name, cache in of_group.items():
-                if (rows := self._rows.get(name)) is None:
-                    torch.index_select(cache, 0, index, out=stored[name])
-                else:
-                    moves.append((rows, ids, _rows_of(stored[name]), range(len(ids))))
-        self._move(moves)
+            names = [name for name in of_group if name in self._rows]
+            if names:
+                targets = [_rows_of(stored[name]) for name in names]
+                self._copy([self._rows[name] for name in names], ids, targets, range(len(ids)))
+            for name in of_group.keys() - names:
+                index = torch.tensor(ids, device=self._device)
+                torch.index_select(of_group[name], 0, index, out=stored[name])
         if gathered is not body:
             body.copy_(gathered)
 
@@ -72,31 +66,21 @@ class CacheBlocks:
 
         `block_ids`: for its last blocks; earlier ones are already present.
         """
-        stored, moves = self.form.layers_of(body.to(self._device), section), []
+        stored = self.form.layers_of(body.to(self._device), section)
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
             for of_group, ids in self._by_group(block_ids):
-                skipped = self.kind.num_stored - len(ids)
-                index = torch.tensor(ids, device=self._device)
-                for name in [name for name in of_group if name in stored]:
-                    if (rows := self._rows.get(name)) is None:
-                        of_group[name].index_put_((index,), stored[name][skipped:])
-                    else:
-                        places = range(skipped, self.kind.num_stored)
-                        moves.append((_rows_of(stored[name]), places, rows, ids))
-        self._move(moves)
+                places = range(self.kind.num_stored - len(ids), self.kind.num_stored)
+                names = [name for name in of_group if name in self._rows and name in stored]
+                if names:
+                    sources = [_rows_of(stored[name]) for name in names]
+                    self._copy(sources, places, [self._rows[name] for name in names], ids)
+                for name in (of_group.keys() & stored.keys()) - self._rows.keys():
+                    index = torch.tensor(ids, device=self._device)
+                    of_group[name].index_put_((index,), stored[name][places.start :])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # Waits for this thread's copies.
 
-    def _move(self, moves: Sequence[Move]) -> None:
-        if self._gather is None:
-            for source, from_rows, target, to_rows in moves:
-                copy_rows([source], from_rows, [target], to_rows)
-        elif moves:
-            copies = zip(*[_row_copies(*move) for move in moves], strict=True)
-            self._gather(Copies(*map(np.concatenate, copies)))
-
     def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], Sequence[int]]]:
-        check_ids(block_ids, len(next(iter(self._layers[0].values()))))
         size = len(block_ids) // len(self._layers)
         parts = [block_ids[start : start + size] for start in range(0, len(block_ids), size)]
         return list(zip(self._layers, parts, strict=True))
@@ -106,18 +90,6 @@ def _rows_of(blocks: torch.Tensor) -> Bytes:
     """The same memory as bytes, `[num_blocks, block_bytes]`. Blocks must be contiguous."""
     rows: Bytes = block_rows("blocks", blocks).numpy()
     return rows
-
-
-def _row_copies(
-    source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: Sequence[int]
-) -> tuple[Int64s, Int64s, Int64s]:
-    """The same as addresses, for the copy library: local, remote, number of bytes."""
-    check_ids(from_rows, len(source))
-    check_ids(to_rows, len(target))
-    assert source.shape[1] == target.shape[1]
-    local = target.ctypes.data + np.asarray(to_rows, np.int64) * target.strides[0]
-    remote = source.ctypes.data + np.asarray(from_rows, np.int64) * source.strides[0]
-    return local, remote, np.full(len(to_rows), target.shape[1], np.int64)
 
 
 def blocks_of_kinds(

@@ -5,7 +5,7 @@
     load   on threads: store -> this thread's memory -> verified -> blocks
                                                         (the request waits; only the load writes its blocks)
            while a request waits to be scheduled: store -> verified -> host memory (`read_ahead`)
-           with `layerwise`, section by section     (the request may run before the last one: `layered`)
+           with `layerwise`, section by section     (the request may run before the last one: `loads`)
 
 No step waits for a store (`baton.stores.chunks.transfers`). With `layerwise` it may, for at most
 `layer_wait_s`. A read that hangs delays its own request by `read_timeout_s`. While all readers hang, no
