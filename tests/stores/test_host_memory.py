@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from baton.core.errors import ConfigError
 from baton.stores.host import memory as host_memory
-from baton.stores.host.memory import GIB, allocate, available_bytes
+from baton.stores.host.memory import GIB, available_bytes, touch
 
 
 def write_group(folder: Path, **files: object) -> None:
@@ -62,12 +63,12 @@ def test_memory_taken_by_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "PART_BYTES", 100)
     left = iter([1000, 600, 200, 99])
     with pytest.raises(ConfigError, match=r"cpu_gib: this rank's share .* only 0.00 GiB of memory are free"):
-        allocate(400, "cpu_gib", available=lambda: next(left))
+        touch(np.empty(400, np.uint8), "cpu_gib", available=lambda: next(left))
     assert next(left, None) is None, "free memory must be checked before each part"
 
 
 def test_allocated_memory_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PART_BYTES", 64)
-    memory = allocate(150, "cpu_gib", available=lambda: GIB)
-    assert memory.shape == (150,)
+    memory = np.ones(150, np.uint8)
+    touch(memory, "cpu_gib", available=lambda: GIB)
     assert not memory.any()

@@ -74,13 +74,6 @@ def allocate_shareable(num_bytes: int) -> NDArray[np.uint8]:
         return np.empty(num_bytes, np.uint8)
 
 
-def allocate(num_bytes: int, field: str, available: Callable[[], int] = available_bytes) -> NDArray[np.uint8]:
-    """Allocates memory and touches all its pages. Raises ConfigError as `touch`."""
-    memory = np.empty(num_bytes, np.uint8)
-    touch(memory, field, available)
-    return memory
-
-
 def touch(memory: NDArray[np.uint8], field: str, available: Callable[[], int] = available_bytes) -> None:
     """Writes zeros to all pages. The first time costs ten copies. Raises ConfigError if memory is short.
 

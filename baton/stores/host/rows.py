@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.errors import ConfigError
-from baton.stores.host.memory import allocate, allocate_shareable, touch
+from baton.stores.host.memory import allocate_shareable, touch
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,9 @@ class HostRows:
         self._caches: list[Bytes] = [block_rows(name, cache).numpy() for name, cache in kv_caches.items()]
         widths = [cache.shape[1] for cache in self._caches]
         self.row_bytes = sum(widths)
-        if is_shareable:
-            memory = allocate_shareable(num_rows * self.row_bytes)
-            touch(memory, memory_field)
-        else:
-            memory = allocate(num_rows * self.row_bytes, memory_field)
-        self._memory = memory
+        nbytes = num_rows * self.row_bytes
+        self._memory = memory = allocate_shareable(nbytes) if is_shareable else np.empty(nbytes, np.uint8)
+        touch(memory, memory_field)
         ends = np.cumsum(widths) * num_rows
         self._rows: list[Bytes] = [
             memory[end - width * num_rows : end].reshape(num_rows, width)

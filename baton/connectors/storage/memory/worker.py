@@ -188,13 +188,8 @@ def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> 
     from baton.connectors.storage.row_copies import row_copier
     from baton.stores.host.rows import HostRows
 
-    rows = HostRows(
-        kv_caches,
-        identity.num_rows,
-        f"{FIELD}.cpu_gib",
-        is_shareable=identity.lender is not None,
-        copy=row_copier(),
-    )
+    field, is_lent = f"{FIELD}.cpu_gib", identity.lender is not None
+    rows = HostRows(kv_caches, identity.num_rows, field, is_shareable=is_lent, copy=row_copier())
     if rows.row_bytes != identity.block_bytes:
         raise ConfigError(
             f"a block takes {rows.row_bytes} bytes on this rank, expected {identity.block_bytes}",
