@@ -19,6 +19,7 @@ from baton.http.settings import HttpSettings
 from baton.router.request.tokens import continuation as exact
 from baton.router.request.tokens.continuation import kept_body
 from baton.router.values import legs
+from baton.router.values.dialects import COMPLETIONS, DIALECTS
 from baton.server.protocol.chat import ChatRequest
 from baton.server.protocol.completion import CompletionRequest
 from tests.server.fakes import JSON, LiveLoop, LiveServer, ScriptedEngine, router_before, service_around
@@ -142,15 +143,17 @@ def test_a_body_that_stays_bytes_is_routed_as_one_that_is_decoded(body: dict[str
     prompt = body.get("prompt")
     are_ids = isinstance(prompt, list) and all(type(part) is int for part in prompt)
     if not isinstance(prompt, list) or (are_ids and len(prompt) > 1 and "messages" not in body):
-        assert legs.shape_of(kept) == legs.shape_of(decoded)
-    for is_chat in (False, True):
-        assert exact.can_split(kept, is_chat=is_chat) == exact.can_split(decoded, is_chat=is_chat)
-        assert exact.limit_of(kept, is_chat=is_chat) == exact.limit_of(decoded, is_chat=is_chat)
+        assert legs.shape_of(kept, COMPLETIONS) == legs.shape_of(decoded, COMPLETIONS)
+    for dialect in DIALECTS.values():
+        assert exact.can_split(kept, dialect) == exact.can_split(decoded, dialect)
+        assert dialect.limit_of(kept) == dialect.limit_of(decoded)
+        for make in (legs.prefill_body, kept_body):
+            assert decode_json(msgspec.json.encode(make(kept, "id", dialect))) == make(decoded, "id", dialect)
     assert legs.is_one_answer(kept) == legs.is_one_answer(decoded)
     assert legs.is_one_token(kept) == legs.is_one_token(decoded)
     assert (legs.with_seed(kept).keys() - kept.keys()) == (legs.with_seed(decoded).keys() - decoded.keys())
-    for leg in (legs.prefill_body, legs.first_token_body, kept_body):
-        assert decode_json(msgspec.json.encode(leg(kept, "id"))) == leg(decoded, "id")
+    leg = legs.first_token_body(kept, "id")
+    assert decode_json(msgspec.json.encode(leg)) == legs.first_token_body(decoded, "id")
     assert decode_json(msgspec.json.encode(legs.decode_body(kept, None))) == legs.decode_body(decoded, None)
 
 

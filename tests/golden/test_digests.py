@@ -21,6 +21,7 @@ from baton.engine.api import SamplingParams
 from baton.engine.prefilled import sampling_digest
 from baton.hosts.vllm.identity import kv_identity_of
 from baton.router.fleet.policies import EngineState, RoutedRequest, choose_prefix_affinity
+from baton.router.values.dialects import CHAT, COMPLETIONS
 from baton.router.values.legs import shape_of
 from baton.stores.backends.whole_file import TEMPORARY_PREFIX
 from baton.stores.base.chunk_name import ChunkName
@@ -184,7 +185,10 @@ def test_requests() -> None:
         "tokens": {"model": "m", "prompt": [1, 2, 3], "cache_salt": "salt"},
         "chat": {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
     }
-    prefixes = {name: shape_of(body).prefix_key for name, body in bodies.items()}
+    prefixes = {
+        name: shape_of(body, CHAT if name == "chat" else COMPLETIONS).prefix_key
+        for name, body in bodies.items()
+    }
     engines = [EngineState(f"http://10.0.0.{number}:8100", is_eligible=True) for number in range(8)]
     check_values(
         "digests_of_requests",

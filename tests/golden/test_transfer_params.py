@@ -13,6 +13,7 @@ from baton.connectors.pull.producer.loans import Loans
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.router.fleet.introductions import ASKING
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.legs import decode_body, first_token_body, prefill_body, push_params
 from tests.golden.golden import check
 from tests.golden.samples import LOAN, PUBLIC_KEY, TICKET, TRANSFER, P, pull_identity
@@ -55,7 +56,7 @@ def answer_of_an_engine(wish: Lend | Borrow) -> dict[str, Any]:
 def test_what_routers_and_engines_send() -> None:
     answered = answer_of_an_engine(Lend(TRANSFER))
     sent = {
-        "router to prefill": prefill_body(CLIENTS_BODY, "t"),
+        "router to prefill": prefill_body(CLIENTS_BODY, "t", COMPLETIONS),
         "router to prefill, for its first token": first_token_body(CLIENTS_BODY, "t"),
         "router to decode, push": decode_body(
             CLIENTS_BODY, push_params("t", engine_id="p", introduction="...")

@@ -10,6 +10,7 @@ from baton.router.fleet.turns import Turn, TurnTable
 from baton.router.fleet.view import FleetView
 from baton.router.request.events import Count, Effect, Leg
 from baton.router.request.machine import Machine, Request
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.settings import RouterSettings
 
 
@@ -47,7 +48,7 @@ class Run:
             turns.put("session", Turn(self.fleet.engines[-1], turn), 0.0)
         self.view = FleetView(options, self.fleet, Pairs(), turns)
         session = None if turn is None else "session"
-        request = Request("id", body, is_chat=False, session=session, received_at_s=now_s)
+        request = Request("id", body, dialect=COMPLETIONS, session=session, received_at_s=now_s)
         self.machine = Machine(self.view, request)
         self.effects: list[Effect] = list(self.machine.begin(now_s))
 

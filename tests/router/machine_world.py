@@ -57,6 +57,7 @@ from baton.router.request.events import (
 from baton.router.request.learning import settle
 from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request
 from baton.router.request.step import State
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.errors import FailureKind, LegFailure
 from baton.router.values.identity import Introduced, is_compatible
 from baton.router.values.settings import AdmissionSettings, RouterSettings
@@ -202,7 +203,7 @@ class World:
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
         objective = Objective(ttft_s=100.0)
         request = Request(
-            "id", body, is_chat=False, session=self.session, received_at_s=0.0, objective=objective
+            "id", body, dialect=COMPLETIONS, session=self.session, received_at_s=0.0, objective=objective
         )
         self.machine = machine(self.view, request)
         self.now_s = 0.0

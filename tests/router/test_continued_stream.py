@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.request.tokens.continuation import ContinuedSieve, KeptToken, OverlapReader, read_kept
+from baton.router.values.dialects import CHAT, COMPLETIONS, Dialect
 from baton.router.values.sse import EventSplitter
 from tests.router.baton_fakes import event
 
@@ -16,8 +17,8 @@ DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
 
 
-def kept(text: str = "Hi", *, is_chat: bool = False) -> KeptToken:
-    return KeptToken({}, is_chat, text, 7, [1, 2], None, None)
+def kept(text: str = "Hi", *, dialect: Dialect = COMPLETIONS) -> KeptToken:
+    return KeptToken({}, dialect, text, 7, [1, 2], None, None)
 
 
 def text_event(text: str, finish: str | None = None, **fields: Any) -> bytes:
@@ -28,8 +29,8 @@ def chat_event(text: str | None, finish: str | None = None) -> bytes:
     return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]})
 
 
-def overlap(stream: bytes, *, cut: int = 0, is_chat: bool = False) -> tuple[bool | None, bytes]:
-    reader, events = OverlapReader(kept(is_chat=is_chat)), EventSplitter()
+def overlap(stream: bytes, *, cut: int = 0, dialect: Dialect = COMPLETIONS) -> tuple[bool | None, bytes]:
+    reader, events = OverlapReader(kept(dialect=dialect)), EventSplitter()
     agrees, rest = None, b""
     for piece in (stream[:cut], stream[cut:]):
         events.push(piece)
@@ -46,7 +47,7 @@ def test_what_both_have_said_is_said_once_wherever_the_stream_is_cut(cut: int) -
     rest = text_event("!", "length") + DONE
     assert overlap(b": hello\n\n" + text_event("Hi") + rest, cut=cut) == (True, rest)
     chat_rest = chat_event("!", "length") + DONE
-    assert overlap(OPENING + chat_event("Hi") + chat_rest, cut=cut, is_chat=True) == (True, chat_rest)
+    assert overlap(OPENING + chat_event("Hi") + chat_rest, cut=cut, dialect=CHAT) == (True, chat_rest)
 
 
 def test_a_text_that_comes_in_parts_or_together_with_the_next_is_one_text() -> None:
@@ -132,5 +133,5 @@ def test_text_about_usage_is_text() -> None:
 def test_an_answer_of_p_that_does_not_hold_one_token_is_not_gone_behind(change: dict[str, Any]) -> None:
     body = {"prompt": "x", "stream": True, "max_tokens": 4}
     good = {"text": "a", "token_ids": [1], "prompt_token_ids": [1], "finish_reason": "length"}
-    assert read_kept({"choices": [good]}, body, is_chat=False, max_model_len=9) is not None
-    assert read_kept(change, body, is_chat=False, max_model_len=9) is None
+    assert read_kept({"choices": [good]}, body, COMPLETIONS, max_model_len=9) is not None
+    assert read_kept(change, body, COMPLETIONS, max_model_len=9) is None

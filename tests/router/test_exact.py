@@ -6,6 +6,7 @@ import pytest
 
 from baton.router.request.tokens import continuation as exact
 from baton.router.request.tokens.continuation import can_split
+from baton.router.values.dialects import COMPLETIONS
 from baton.server.protocol.fields import FIELDS
 
 BASE: dict[str, Any] = {"prompt": "a", "stream": True, "max_tokens": 9, "temperature": 0}
@@ -37,15 +38,15 @@ LOOKS_BACK: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOOKS_BACK)
 def test_a_field_that_looks_back_leaves_all_tokens_to_one_engine(name: str) -> None:
-    assert can_split(BASE, is_chat=False)
-    assert not can_split({**BASE, name: LOOKS_BACK[name]}, is_chat=False)
+    assert can_split(BASE, COMPLETIONS)
+    assert not can_split({**BASE, name: LOOKS_BACK[name]}, COMPLETIONS)
 
 
 def test_continuous_usage_leaves_all_tokens_to_one_engine() -> None:
     options = {"include_usage": True}
-    assert can_split({**BASE, "stream_options": options}, is_chat=False)
+    assert can_split({**BASE, "stream_options": options}, COMPLETIONS)
     options["continuous_usage_stats"] = True
-    assert not can_split({**BASE, "stream_options": options}, is_chat=False)
+    assert not can_split({**BASE, "stream_options": options}, COMPLETIONS)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_continuous_usage_leaves_all_tokens_to_one_engine() -> None:
     ids=str,
 )
 def test_values_decide_as_well(body: dict[str, Any], may_split: bool) -> None:
-    assert can_split({**BASE, **body}, is_chat=False) is may_split
+    assert can_split({**BASE, **body}, COMPLETIONS) is may_split
 
 
 def test_the_engine_ignores_no_field_unseen_that_is_harmless_here() -> None:

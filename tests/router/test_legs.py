@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import PeerError, UserError
 from baton.core.json_text import decode_json
 from baton.router.request.answers import MAX_KEPT, LegAnswer, Prefilled, PrefillOutcome, read_prefill
+from baton.router.values.dialects import CHAT, COMPLETIONS, DIALECTS, Dialect
 from baton.router.values.legs import (
     PARAMS,
     PREFIX_CHARS,
@@ -63,7 +64,7 @@ def test_decode_gets_what_the_client_sent_and_the_ticket(body: dict[str, Any]) -
 
 @given(body=bodies)
 def test_prefill_always_computes_one_token_for_one_sample(body: dict[str, Any]) -> None:
-    leg = prefill_body(body, "id")
+    leg = prefill_body(body, "id", COMPLETIONS)
     assert leg["stream"] is False
     assert leg["n"] == leg["max_tokens"] == 1
     assert leg.get("max_completion_tokens", 1) == 1
@@ -79,15 +80,18 @@ def test_what_tiers_keep_is_taken_out_and_put_into_each_leg() -> None:
     assert kept == {"baton_retention": {"ttl_s": 60}, "baton_tenant": "search"}
     assert PARAMS not in sent
     assert with_kept(sent, kept)[PARAMS] == kept, "also where nothing is handed over"
-    assert with_kept(prefill_body(sent, "id"), kept)[PARAMS] == {**prefill_body(sent, "id")[PARAMS], **kept}
+    assert with_kept(prefill_body(sent, "id", COMPLETIONS), kept)[PARAMS] == {
+        **prefill_body(sent, "id", COMPLETIONS)[PARAMS],
+        **kept,
+    }
     assert with_kept(sent, take_kept(sent, session=None, tenant="")) == sent
     ends = {"prompt": "p", "session_id": "s", PARAMS: {"baton_retention": {"ends_session": True}}}
     assert take_kept(parse_body(msgspec.json.encode(ends)), session=None, tenant="") == ends[PARAMS]
 
 
-@given(body=bodies)
-def test_any_object_has_a_shape(body: dict[str, Any]) -> None:
-    shape = shape_of(body)
+@given(body=bodies, dialect=st.sampled_from(list(DIALECTS.values())))
+def test_any_object_has_a_shape(body: dict[str, Any], dialect: Dialect) -> None:
+    shape = shape_of(body, dialect)
     assert shape.num_prompt_tokens >= 0
     assert len(shape.prefix_key) == 16
 
@@ -142,22 +146,30 @@ def test_of_a_long_prefill_answer_only_the_ticket_is_decoded() -> None:
 
 
 def test_token_ids_are_counted_and_text_is_guessed() -> None:
-    assert shape_of({"prompt": [1, 2, 3]}).num_prompt_tokens == 3
-    assert shape_of({"prompt": [[1, 2, 3]]}).num_prompt_tokens == 3
-    assert shape_of({"prompt": "x" * 400}).num_prompt_tokens == 100
+    assert shape_of({"prompt": [1, 2, 3]}, COMPLETIONS).num_prompt_tokens == 3
+    assert shape_of({"prompt": [[1, 2, 3]]}, COMPLETIONS).num_prompt_tokens == 3
+    assert shape_of({"prompt": "x" * 400}, COMPLETIONS).num_prompt_tokens == 100
     parts = [{"type": "text", "text": "x" * 200}, {"type": "image_url", "image_url": {}}]
     messages = [{"role": "", "content": "x" * 200}, {"role": "", "content": parts}]
-    assert shape_of({"messages": messages}).num_prompt_tokens == 100
+    assert shape_of({"messages": messages}, CHAT).num_prompt_tokens == 100
 
 
 def test_prompts_that_begin_alike_share_a_key_and_salts_part_them() -> None:
     start = "x" * PREFIX_CHARS
-    assert shape_of({"prompt": start + "a"}).prefix_key == shape_of({"prompt": start + "b"}).prefix_key
-    assert shape_of({"prompt": "a"}).prefix_key != shape_of({"prompt": "b"}).prefix_key
-    assert shape_of({"prompt": "a"}).prefix_key != shape_of({"prompt": "a", "cache_salt": "s"}).prefix_key
+    assert (
+        shape_of({"prompt": start + "a"}, COMPLETIONS).prefix_key
+        == shape_of({"prompt": start + "b"}, COMPLETIONS).prefix_key
+    )
+    assert (
+        shape_of({"prompt": "a"}, COMPLETIONS).prefix_key != shape_of({"prompt": "b"}, COMPLETIONS).prefix_key
+    )
+    assert (
+        shape_of({"prompt": "a"}, COMPLETIONS).prefix_key
+        != shape_of({"prompt": "a", "cache_salt": "s"}, COMPLETIONS).prefix_key
+    )
     system = {"role": "system", "content": start}
     chats = [{"messages": [system, {"role": "user", "content": text}]} for text in "ab"]
-    assert len({shape_of(chat).prefix_key for chat in chats}) == 1
+    assert len({shape_of(chat, CHAT).prefix_key for chat in chats}) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,4 +185,4 @@ def test_prompts_that_begin_alike_share_a_key_and_salts_part_them() -> None:
     ],
 )
 def test_what_cannot_be_handed_over_says_why(body: dict[str, Any], reason: str | None) -> None:
-    assert shape_of(body).direct_reason == reason
+    assert shape_of(body, COMPLETIONS).direct_reason == reason

@@ -11,6 +11,7 @@ from baton.router.fleet.engine import Engine
 from baton.router.request.tokens.continuation import continuation_body
 from baton.router.request.tokens.first_tokens import FirstTokens
 from baton.router.request.tokens.stream import TokenRecord, is_engines_error
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.identity import Kind
 from tests.event_loop import until
 from tests.router.baton_fakes import Streamed, baton, event, introduced_system, speaker, stream
@@ -146,7 +147,7 @@ async def test_an_answer_of_which_only_the_end_mark_is_missing_gets_it() -> None
 @pytest.mark.parametrize("kind", ["baton", "vllm"])
 def test_an_engine_that_gives_more_than_was_asked_for_is_not_continued(kind: Kind) -> None:
     body = {"prompt": [1], "max_tokens": 2, "stream": True}
-    tokens = FirstTokens(body, is_chat=False, is_text=True, may_split=False, may_resume=True)
+    tokens = FirstTokens(body, COMPLETIONS, is_text=True, may_split=False, may_resume=True)
     tokens.decode_body(Engine("http://d", "decode", kind=kind), None)
     assert tokens.record is not None
     tokens.record.event(chunk(text="a", token_ids=[5], prompt_token_ids=[1]))
@@ -229,7 +230,7 @@ def test_the_clients_error_is_not_the_engines() -> None:
 
 def test_a_prompt_that_stays_encoded_is_continued() -> None:
     body = {"prompt": PROMPT, "max_tokens": 9, "min_tokens": 3, "stream": True}
-    leg = continuation_body(body, msgspec.Raw(b"[1,2]"), [3, 4], None, is_chat=False)
+    leg = continuation_body(body, msgspec.Raw(b"[1,2]"), [3, 4], None, COMPLETIONS)
     encoded = json.loads(msgspec.json.encode(leg))
     assert encoded["prompt"] == [1, 2, 3, 4]
     assert (encoded["max_tokens"], encoded["min_tokens"]) == (7, 1)

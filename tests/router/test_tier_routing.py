@@ -29,6 +29,7 @@ from baton.router.request.events import (
     TakeBack,
 )
 from baton.router.request.machine import Machine, Request
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.errors import LegFailure
 from baton.router.values.settings import KVEventsSource, RouterSettings
 from tests.router.machine_world import KV
@@ -55,7 +56,9 @@ class Router:
 
     def ask(self, cached: Mapping[str, Match]) -> tuple[Machine, Sequence[Effect]]:
         body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
-        machine = Machine(self.view, Request("id", body, is_chat=False, session=None, received_at_s=0.0))
+        machine = Machine(
+            self.view, Request("id", body, dialect=COMPLETIONS, session=None, received_at_s=0.0)
+        )
         assert any(isinstance(effect, Look) for effect in machine.begin(0.0))
         return machine, machine.on(Found(len(PROMPT), cached), 0.0)
 

@@ -32,6 +32,7 @@ from baton.router.members.peers import PeerLink
 from baton.router.members.reader import Members, node_of
 from baton.router.request.lookups import look_for
 from baton.router.shell.index_client import IndexClient
+from baton.router.values.dialects import CHAT, COMPLETIONS
 from baton.router.values.legs import parse_body, shape_of
 from baton.router.values.members import Member, address_in, member_of
 from baton.router.values.settings import Role, check_url, without_credentials
@@ -104,7 +105,8 @@ class Admin:
         view, now_s = self._view, asyncio.get_running_loop().time()
         if self._settings.policy != "cost":
             raise ApiError(400, "only --policy cost weighs placements")
-        shape, is_chat = shape_of(body), body.get("messages") is not None
+        dialect = COMPLETIONS if body.get("messages") is None else CHAT
+        shape = shape_of(body, dialect)
         priority = body.get("priority")
         routed = view.route(
             shape.prefix_key,
@@ -112,7 +114,7 @@ class Admin:
             shape.num_prompt_tokens,
             priority if isinstance(priority, int) else 0,
         )
-        look = look_for(view, body, shape, routed, now_s, is_chat=is_chat)
+        look = look_for(view, body, shape, routed, now_s, dialect)
         if look is not None and self._index is not None:
             found = await self._index.find(look)
             num_tokens = found.num_tokens or shape.num_prompt_tokens

@@ -347,6 +347,7 @@ class DecodeAnswer:
         self._reader = first.reader_of_decode()
         self._record = first.record
         self._sieve = first.sieve_of_decode(consumer)
+        self._is_last = first.dialect.reads_end()
         self._events = EventSplitter()
         self.found: FirstToken | bool | None = None  # D's first token, or whether D gave P's token.
         self.is_done = False  # [DONE] has been returned.
@@ -402,6 +403,6 @@ class DecodeAnswer:
                     self._has_erred, self._error = True, event
                     break
                 event = self._record.event(event)
+            self.is_done = self._is_last(event)
             ready += event_with_prefill_hits(self._sieve.event(event), lent)
-            self.is_done = is_done(event)
         return bytes(ready)

@@ -6,6 +6,7 @@ from typing import Any
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.view import FleetView
 from baton.router.request.events import Look
+from baton.router.values.dialects import CHAT, COMPLETIONS, Dialect
 from baton.router.values.legs import Shape
 
 # Fields of a chat that make its prompt, and that /tokenize takes.
@@ -27,17 +28,17 @@ def look_for(
     shape: Shape,
     routed: RoutedRequest,
     now_s: float,
-    *,
-    is_chat: bool,
+    dialect: Dialect,
 ) -> Look | None:
     """The lookup for a request. None: it needs none. Raises RouterError as `FleetView.choose`."""
     least, salt = view.look_min_tokens, body.get("cache_salt")
     if least is None or shape.num_prompt_tokens < least:
         return None
     adapter, salt = view.fleet.models.adapter_of(routed), salt if isinstance(salt, str) else None
-    if not is_chat:
+    if dialect is COMPLETIONS:
         return None if body.get("prompt") is None else Look(body["prompt"], adapter, salt)
-    tokenizer = view.choose("decode", routed, [], now_s) if shape.is_text else None
+    is_tokenized = dialect is CHAT and shape.is_text
+    tokenizer = view.choose("decode", routed, [], now_s) if is_tokenized else None
     if tokenizer is None or body.get("messages") is None:
         return None
     chat = {name: body[name] for name in TOKENIZED if name in body}

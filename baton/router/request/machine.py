@@ -63,6 +63,7 @@ from baton.router.request.prefill import Prefill, Shared
 from baton.router.request.reply import Reply
 from baton.router.request.step import AfterClosing, Next, Outbox, State
 from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.values.dialects import Dialect
 from baton.router.values.errors import RouterError
 from baton.router.values.legs import shape_of
 from baton.router.values.settings import Role
@@ -76,7 +77,7 @@ class Request:
 
     id: str
     body: Mapping[str, Any]
-    is_chat: bool
+    dialect: Dialect
     session: str | None
     received_at_s: float
     objective: Objective = NO_OBJECTIVE
@@ -86,10 +87,11 @@ class Machine:
     """`begin`, then `on` for each event; both return effects. `Over` is the last one."""
 
     def __init__(self, view: FleetView, request: Request) -> None:
-        self._view, self._request, self.request_id = view, request, request.id
+        self._view, self._request = view, request
+        self.request_id, self.dialect = request.id, request.dialect
         self._state = State.OVER
         self._then = AfterClosing.ATTEMPT  # What follows CLOSING.
-        self._shape = shape = shape_of(request.body)
+        self._shape = shape = shape_of(request.body, request.dialect)
         model, priority = request.body.get("model"), request.objective.priority
         routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority)
         local_reason = shape.direct_reason
@@ -97,7 +99,7 @@ class Machine:
             local_reason = "short_prompt"
         self._first = first = FirstTokens(
             request.body,
-            is_chat=request.is_chat,
+            request.dialect,
             is_text=shape.is_text,
             may_split=view.settings.first_token and local_reason is None,
             may_resume=view.settings.resumes > 0 and shape.direct_reason is None,
@@ -202,7 +204,7 @@ class Machine:
                 self._shape,
                 self._engines.routed,
                 self._outbox.now_s,
-                is_chat=request.is_chat,
+                request.dialect,
             )
         if look is None:
             return self._attempt.start()

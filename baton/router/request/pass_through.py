@@ -43,7 +43,8 @@ from baton.router.request.events import (
     StreamEnded,
 )
 from baton.router.request.reply import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
-from baton.router.values.errors import LegFailure, RouterError, error_event
+from baton.router.values.dialects import COMPLETIONS, DIALECTS
+from baton.router.values.errors import LegFailure, RouterError
 from baton.router.values.legs import PARAMS, refuse_hidden_params
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class PassThrough:
 
     def __init__(self, view: FleetView, request: Passed) -> None:
         self._view, self._request, self.request_id = view, request, request.id
+        self.dialect = DIALECTS.get(request.path, COMPLETIONS)
         looked, timeouts = request.looked, view.settings.timeouts
         self._wait_s = timeouts.first_byte_s if looked.stream is True else timeouts.answer_s
         self._routed = view.route(b"", looked.model)
@@ -165,7 +167,8 @@ class PassThrough:
             case Stopped():
                 if self._status is not None:
                     return self._end(
-                        Send(error_event(SHUTTING_DOWN, status=503), is_last=True), Close(self._leg)
+                        Send(self.dialect.error_event(SHUTTING_DOWN, status=503), is_last=True),
+                        Close(self._leg),
                     )
                 self._error = RouterError.unavailable(SHUTTING_DOWN)
                 return self._end(Close(self._leg))
@@ -229,7 +232,7 @@ class PassThrough:
         leg.outcome, self._failure = failure.kind, failure
         self._view.fleet.health.note_failure(leg.engine, failure, now_s)
         if self._status is not None:
-            broken = Send(error_event("the engine failed in its answer"), is_last=True)
+            broken = Send(self.dialect.error_event("the engine failed in its answer"), is_last=True)
             return self._end(Count("broken_streams"), broken)
         is_final = failure.kind == "too_large" or (failure.was_sent and not self._may_repeat)
         if is_final:

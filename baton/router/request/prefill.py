@@ -135,7 +135,8 @@ class Prefill:
         """Ask an engine for what it has of the prompt. `body`: the client's."""
         reader = PrefillReader(reads_first_token=False, shows_token_ids=False, keeps_answer=False)
         self._lending.begin_leg()
-        asked = stored_body(body, self._view.new_transfer_id() if loan.is_through_cache else None)
+        transfer_id = self._view.new_transfer_id() if loan.is_through_cache else None
+        asked = stored_body(body, transfer_id, self._first.dialect)
         self.leg = self._loan_leg = self._legs.open("prefill", loan.lender, asked, BORROW_S, 0, reader)
 
     def wait_till_late(self) -> None:

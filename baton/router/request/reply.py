@@ -6,7 +6,7 @@ from baton.router.request.events import Head, Send
 from baton.router.request.step import Outbox
 from baton.router.request.tokens.first_tokens import FirstTokens
 from baton.router.request.tokens.stream import FirstToken
-from baton.router.values.errors import RouterError, error_event
+from baton.router.values.errors import RouterError
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
 SHUTTING_DOWN = "the router is shutting down"
@@ -79,7 +79,7 @@ class Reply:
         elif is_done:
             self.send(b"", is_last=True)
         else:
-            self.send(error_event(SHUTTING_DOWN, status=503), is_last=True)
+            self.send(self._first.dialect.error_event(SHUTTING_DOWN, status=503), is_last=True)
 
     def refuse(self, error: RouterError) -> None:
         """No attempt is left."""
@@ -92,4 +92,4 @@ class Reply:
     def break_off(self, message: str, engine: Engine | None = None) -> None:
         self._outbox.count("broken_streams")
         self._outbox.report("broken_stream", engine, message)
-        self.send(error_event(message), is_last=True)
+        self.send(self._first.dialect.error_event(message), is_last=True)

@@ -30,16 +30,15 @@ from baton.router.shell.in_flight import InFlight
 from baton.router.shell.legs import Ask
 from baton.router.shell.rate_limiting import Charges, Charging
 from baton.router.shell.requests import RequestDriver, Requests, report_refusal
+from baton.router.values.dialects import DIALECTS
 from baton.router.values.errors import RouterError
 from baton.router.values.legs import CHARS_PER_TOKEN, parse_body, shape_of, take_kept, without_alias
 from baton.tracing.trace_context import TRACEPARENT, TRACESTATE
 
 logger = logging.getLogger(__name__)
 
-CHAT_PATH = "/v1/chat/completions"
 METHODS = {
-    "/v1/completions": "POST",
-    CHAT_PATH: "POST",
+    **dict.fromkeys(DIALECTS, "POST"),
     **{path: passed.method for path, passed in PATHS.items()},
 }
 JSON = {"content-type": "application/json"}
@@ -146,7 +145,9 @@ class Intake:
             return then()
         num_tokens = 0
         if rate.prompt_tokens_per_minute is not None:
-            num_tokens = cost if isinstance(cost, int) else shape_of(cost).num_prompt_tokens
+            num_tokens = (
+                cost if isinstance(cost, int) else shape_of(cost, DIALECTS[incoming.path]).num_prompt_tokens
+            )
         charges = self._charges
         verdict = charges.charge_here(tenant, num_tokens)
         if verdict is not None:
@@ -182,7 +183,7 @@ class Intake:
         request = Request(
             id=ask.headers[REQUEST_ID],
             body=body,
-            is_chat=incoming.path == CHAT_PATH,
+            dialect=DIALECTS[incoming.path],
             session=session_of(session, named),
             received_at_s=incoming.received_at_s,
             objective=objective,

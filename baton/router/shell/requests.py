@@ -52,7 +52,7 @@ from baton.router.shell.legs import NO_HEADERS, Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 from baton.router.shell.tasks import Tasks
-from baton.router.values.errors import RouterError, error_event
+from baton.router.values.errors import RouterError
 from baton.router.values.legs import with_context, with_kept
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class RequestDriver:
             reply.refuse(RouterError(500, DEFECT))
             return 500
         if not reply.has_ended:
-            reply.write(error_event(DEFECT, status=500), is_last=True)
+            reply.write(self._machine.dialect.error_event(DEFECT, status=500), is_last=True)
         return reply.status
 
 

@@ -1,13 +1,12 @@
-"""Errors of the router itself, in OpenAI's form."""
+"""Errors of the router itself."""
 
 from typing import Literal
 
 from baton.core.errors import BatonError
 from baton.http.bodies import ClientGone
 from baton.http.errors import RETRY_AFTER_S, ApiError
-from baton.router.values.sse import sse_event
 
-__all__ = ["ClientGone", "LegFailure", "RouterError", "error_event"]
+__all__ = ["ClientGone", "LegFailure", "RouterError"]
 
 
 class RouterError(ApiError):
@@ -24,11 +23,6 @@ class RouterError(ApiError):
     @classmethod
     def too_late(cls, message: str) -> "RouterError":
         return cls(504, message)
-
-
-def error_event(message: str, *, status: int = 502) -> bytes:
-    """The end of a broken stream: an error that clients raise, then the [DONE] that they wait for."""
-    return sse_event(RouterError(status, message).body()) + b"data: [DONE]\n\n"
 
 
 # ejected: the engine was ejected or removed during the leg. too_large: a whole answer is over the router's

@@ -29,6 +29,7 @@ from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retenti
 from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.http.json_body import decode_as, decode_field
 from baton.http.lax_values import SCALARS, as_lax
+from baton.router.values.dialects import Dialect
 from baton.tracing.trace_context import HEADERS as TRACE_HEADERS
 
 PARAMS = "kv_transfer_params"
@@ -79,20 +80,11 @@ _NULL = msgspec.Raw(b"null")
 _IDS = re.compile(rb"\[\s*\d")
 _FIRST_IDS_BYTES = 16 << 10  # Enough for PREFIX_TOKENS ids and white space between them.
 
-# Fields that are meaningless or harmful on a leg that computes one token, which no client reads.
-_NOT_FOR_PREFILL = frozenset(
-    {
-        "stream_options",
-        "min_tokens",
-        "min_completion_tokens",
-        "logprobs",
-        "top_logprobs",
-        "best_of",
-        "echo",
-        "return_token_ids",
-    }
+# Fields of messages that are media, or no part of the prompt.
+_NO_TEXTS = frozenset(
+    {"type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "signature", "encrypted_content"}
+    | {"source", "image_url", "video_url", "audio_url", "input_audio", "data", "file", "file_data"}
 )
-
 
 # Reasons why a decode engine computes the prompt. A label of `baton:router_prefills`.
 LocalReason = Literal[
@@ -212,23 +204,20 @@ def new_transfer_id() -> str:
     return secrets.token_hex(16)
 
 
-def prefill_body(body: Mapping[str, Any], transfer_id: str, *, continues: bool = False) -> dict[str, Any]:
+def prefill_body(
+    body: Mapping[str, Any], transfer_id: str, dialect: Dialect, *, continues: bool = False
+) -> dict[str, Any]:
     """The body of a prefill leg. `continues`: the answer continues after the token that P samples."""
-    leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
-    leg |= {"stream": False, "n": 1, "max_tokens": 1}
-    if "max_completion_tokens" in body:
-        leg["max_completion_tokens"] = 1
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    leg[PARAMS] = {**params, CONTINUE: True} if continues else params
-    return leg
+    return {**dialect.for_prefill(body), PARAMS: {**params, CONTINUE: True} if continues else params}
 
 
-def stored_body(body: Mapping[str, Any], transfer_id: str | None) -> dict[str, Any]:
+def stored_body(body: Mapping[str, Any], transfer_id: str | None, dialect: Dialect) -> dict[str, Any]:
     """Body that asks an engine to lend the tokens of the prompt that it has, and to compute nothing.
 
     `transfer_id`: the id of a loan through the engine's cache; None: a loan from its host memory.
     """
-    leg = prefill_body(body, transfer_id or "")
+    leg = prefill_body(body, transfer_id or "", dialect)
     params = leg[PARAMS] if transfer_id is not None else {}
     return {**leg, PARAMS: {**params, LEND_STORED: True}}
 
@@ -288,25 +277,26 @@ def with_context(body: Mapping[str, Any], headers: Mapping[str, str]) -> Mapping
     return {**body, PARAMS: {**body[PARAMS], **context}} if context and body.get(PARAMS) else body
 
 
-def shape_of(body: Mapping[str, Any]) -> Shape:
+def shape_of(body: Mapping[str, Any], dialect: Dialect) -> Shape:
     """The shape of a request. Never raises: an engine refuses a malformed request, in its own words."""
-    messages, prompt = _decoded(body.get("messages")), body.get("prompt")
+    if dialect.texts:
+        parts = [_decoded(body.get(name)) for name in dialect.texts]
+        texts = list(_texts(parts))
+        num_tokens = sum(map(len, texts)) // CHARS_PER_TOKEN
+        return Shape(num_tokens, _key(body, _leading(texts)), _direct_reason(body, None), _is_text(parts[0]))
+    prompt = body.get("prompt")
     if isinstance(prompt, msgspec.Raw) and _IDS.match(prompt):
         key = _key(body, repr(_first_ids(prompt)[:PREFIX_TOKENS]))
-        return Shape(bytes(prompt).count(b",") + 1, key, _direct_reason(body, None), _is_text(messages))
+        return Shape(bytes(prompt).count(b",") + 1, key, _direct_reason(body, None), is_text=True)
     prompt = _decoded(prompt)
-    direct_reason, is_text = _direct_reason(body, prompt), _is_text(messages)
+    direct_reason, num_tokens, leading = _direct_reason(body, prompt), 0, ""
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
-    num_tokens, leading = 0, ""
-    if isinstance(messages, list):
-        texts = list(_texts(messages))
-        num_tokens, leading = sum(len(text) for text in texts) // CHARS_PER_TOKEN, _leading(texts)
-    elif isinstance(prompt, str):
+    if isinstance(prompt, str):
         num_tokens, leading = len(prompt) // CHARS_PER_TOKEN, prompt[:PREFIX_CHARS]
     elif isinstance(prompt, list):
         num_tokens, leading = len(prompt), repr(prompt[:PREFIX_TOKENS])
-    return Shape(num_tokens, _key(body, leading), direct_reason, is_text)
+    return Shape(num_tokens, _key(body, leading), direct_reason, is_text=True)
 
 
 def _decoded(value: Any) -> Any:
@@ -334,18 +324,17 @@ def _is_text(messages: Any) -> bool:
     )
 
 
-def _texts(messages: Iterable[Any]) -> Iterator[str]:
-    for message in messages:
-        if not isinstance(message, Mapping):
-            continue
-        content = message.get("content")
-        yield str(message.get("role", ""))
-        if isinstance(content, str):
-            yield content
-        elif isinstance(content, list):
-            for part in content:
-                if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                    yield part["text"]
+def _texts(prompt: Any) -> Iterator[str]:
+    """The texts in a prompt, in their order. A prompt may be nested deeply, so this does not recurse."""
+    left = [prompt]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
+            left += reversed(part)
+        elif isinstance(part, dict):
+            left += [value for name, value in reversed(part.items()) if name not in _NO_TEXTS]
 
 
 def _leading(texts: Iterable[str]) -> str:

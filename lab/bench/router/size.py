@@ -25,6 +25,7 @@ from baton.router.fleet.view import FleetView
 from baton.router.request.answers import LegAnswer
 from baton.router.request.events import Closed, Event, Leg, Meet, Met, Opened
 from baton.router.request.machine import Machine, Request
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.rates import NUM_POINTS
 from baton.router.values.settings import PolicyName, RouterSettings
 
@@ -76,7 +77,7 @@ class Subject:
         self._num_asked += 1
         now_s = self._num_asked * 0.001
         body = {"model": "fake", "prompt": f"{self._num_asked} {PROMPT}", "max_tokens": 16}
-        request = Request("id", body, is_chat=False, session=None, received_at_s=now_s)
+        request = Request("id", body, dialect=COMPLETIONS, session=None, received_at_s=now_s)
         machine = Machine(self._view, request)
         effects = [*machine.begin(now_s)]
         while effects:

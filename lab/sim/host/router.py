@@ -47,6 +47,7 @@ from baton.router.request.events import (
 from baton.router.request.events import Leg as RouterLeg
 from baton.router.request.learning import settle
 from baton.router.request.machine import Machine, Request
+from baton.router.values.dialects import COMPLETIONS
 from baton.router.values.errors import FailureKind
 from baton.router.values.identity import Introduced
 from baton.router.values.members import ROLES, Member
@@ -259,7 +260,7 @@ class Router:
         request = Request(
             ask.name,
             body,
-            is_chat=False,
+            dialect=COMPLETIONS,
             session=ask.session or None,
             received_at_s=world.now,
             objective=objective,

@@ -15,15 +15,14 @@ OverlapReader    D gives the token too, because it began before P had answered: 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import msgspec
 
 from baton.router.fleet.turns import TurnSieve
+from baton.router.values.dialects import Dialect
 from baton.router.values.legs import PARAMS, prefill_body
-from baton.router.values.sse import choice_of, chunk_of, data_of, sse_event
-
-DEFAULT_MAX_TOKENS = 16  # Default of OpenAI's completions; a chat has none.
+from baton.router.values.sse import DONE_EVENT, choice_of, chunk_of, data_of, sse_event
 
 # Fields that do not change how a token follows from the tokens before it, and fields that treat prompt and
 # output alike.
@@ -82,9 +81,9 @@ _IDLE: Mapping[str, Sequence[Any]] = {
 }
 
 
-def can_split(body: Mapping[str, Any], *, is_chat: bool) -> bool:
+def can_split(body: Mapping[str, Any], dialect: Dialect) -> bool:
     """Whether two engines that answer one after the other give the answer of one."""
-    if body.get("stream") is not True or limit_of(body, is_chat=is_chat) is None:
+    if body.get("stream") is not True or dialect.limit_of(body) is None:
         return False  # D would apply its own limit from D's first token on.
     if body.get("seed") is not None and body.get("temperature") != 0:
         return False  # D would draw from the beginning of the seed's sequence.
@@ -99,18 +98,8 @@ def can_split(body: Mapping[str, Any], *, is_chat: bool) -> bool:
     )
 
 
-def limit_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """The most tokens that the client wants; None: it names no valid limit."""
-    if is_chat:
-        limit = body.get("max_completion_tokens")
-        limit = body.get("max_tokens") if limit is None else limit
-    else:
-        limit = body.get("max_tokens", DEFAULT_MAX_TOKENS)
-    return limit if _is_count(limit) and limit >= 1 else None
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _is_idle(name: str, value: Any) -> bool:
@@ -128,7 +117,7 @@ class KeptToken:
     """P's whole answer, and its one token."""
 
     answer: Mapping[str, Any]
-    is_chat: bool
+    dialect: Dialect
     text: str
     token_id: int
     prompt_token_ids: Sequence[int]
@@ -140,8 +129,8 @@ class KeptToken:
         return self.finish_reason is not None
 
 
-def kept_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
-    leg = prefill_body(body, transfer_id, continues=True)
+def kept_body(body: Mapping[str, Any], transfer_id: str, dialect: Dialect) -> dict[str, Any]:
+    leg = prefill_body(body, transfer_id, dialect, continues=True)
     leg["return_token_ids"] = True
     if (body.get("max_completion_tokens") or body.get("max_tokens")) == 1:
         del leg[PARAMS]  # P gives the whole answer: no engine would fetch what P lends.
@@ -151,7 +140,7 @@ def kept_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
 
 
 def read_kept(
-    answer: Mapping[str, Any], body: Mapping[str, Any], *, is_chat: bool, max_model_len: int | None
+    answer: Mapping[str, Any], body: Mapping[str, Any], dialect: Dialect, *, max_model_len: int | None
 ) -> KeptToken | None:
     """The token of P's answer. None: it cannot be shown, or D cannot continue after it; D gives all tokens.
 
@@ -160,45 +149,36 @@ def read_kept(
     choice = choice_of(answer)
     if choice is None:
         return None
-    text, prompt = _text_of(choice, is_chat=is_chat), _prompt_of(answer, choice)
+    text, prompt = dialect.text_of(choice), _prompt_of(answer, choice)
     ids, finish = choice.get("token_ids"), choice.get("finish_reason")
-    limit = limit_of(body, is_chat=is_chat)
+    limit = dialect.limit_of(body)
     token_id = ids[0] if isinstance(ids, list) and len(ids) == 1 and _are_ids(ids) else None
     if text is None or prompt is None or limit is None or token_id is None:
         return None
     if finish == "stop" or limit == 1:
-        return KeptToken(answer, is_chat, text, token_id, prompt, finish, choice.get("stop_reason"))
+        return KeptToken(answer, dialect, text, token_id, prompt, finish, choice.get("stop_reason"))
     # Engines hold an incomplete character back, and a special token has no text: only the engine that gives
     # the whole answer shows these correctly. D has to refuse a request that is too long for it.
     if finish != "length" or not text or text.endswith("\ufffd"):
         return None
     if max_model_len is None or len(prompt) + limit > max_model_len:
         return None
-    return KeptToken(answer, is_chat, text, token_id, prompt, None, None)
+    return KeptToken(answer, dialect, text, token_id, prompt, None, None)
 
 
 def opening(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
     """Events that give the token to the client."""
-    shows_ids = bool(body.get("return_token_ids"))
     choice: dict[str, Any] = {
         "index": 0,
         "logprobs": None,
         "finish_reason": kept.finish_reason,
         "stop_reason": kept.stop_reason,
     }
-    if shows_ids:
-        choice["token_ids"] = [kept.token_id]
-    if not kept.is_chat:
-        if shows_ids:
-            choice["prompt_token_ids"] = kept.prompt_token_ids
-        return sse_event({**_head(kept), "choices": [{**choice, "text": kept.text}]})
-    begin = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-    first: dict[str, Any] = {**_head(kept), "choices": [{**begin, "finish_reason": None}]}
-    if shows_ids:
-        first["prompt_token_ids"] = kept.prompt_token_ids
-    return sse_event(first) + sse_event(
-        {**_head(kept), "choices": [{**choice, "delta": {"content": kept.text}}]}
-    )
+    prompt = {}
+    if body.get("return_token_ids"):
+        choice["token_ids"], prompt = [kept.token_id], {"prompt_token_ids": kept.prompt_token_ids}
+    chunks = kept.dialect.opening_of(choice, kept.text, prompt)
+    return b"".join(sse_event({**_head(kept), **chunk}) for chunk in chunks)
 
 
 def ending(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
@@ -206,7 +186,7 @@ def ending(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
     usage = b""
     if (body.get("stream_options") or {}).get("include_usage"):
         usage = sse_event({**_head(kept), "choices": [], "usage": kept.answer.get("usage")})
-    return usage + b"data: [DONE]\n\n"
+    return usage + DONE_EVENT
 
 
 def continuation_body(
@@ -214,22 +194,19 @@ def continuation_body(
     prompt: PromptIds,
     token_ids: Sequence[int],
     params: Mapping[str, Any] | None,
-    *,
-    is_chat: bool,
+    dialect: Dialect,
 ) -> dict[str, Any]:
     """Body for a vLLM that has to continue after these tokens of the answer.
 
     `params`: where D finds the KV of the prompt; None: D computes it.
     """
     leg = {key: value for key, value in body.items() if key != PARAMS}
-    limit, num_given = limit_of(body, is_chat=is_chat), len(token_ids)
+    limit, num_given = dialect.limit_of(body), len(token_ids)
     assert limit is not None
     assert limit > num_given, "the tokens are the whole answer"
-    for name in ("max_tokens", "max_completion_tokens"):
-        if leg.get(name) is not None:
-            leg[name] = limit - num_given
-    if not is_chat:
-        leg["max_tokens"] = limit - num_given
+    leg |= dict.fromkeys(
+        [*(name for name in dialect.limits if leg.get(name) is not None)] or ["max_tokens"], limit - num_given
+    )
     if leg.get("min_tokens"):
         leg["min_tokens"] = max(0, leg["min_tokens"] - num_given)
     ids: PromptIds
@@ -237,27 +214,8 @@ def continuation_body(
         ids = msgspec.Raw(bytes(prompt).rstrip()[:-1] + b"," + msgspec.json.encode(token_ids)[1:])
     else:
         ids = [*prompt, *token_ids]
-    if is_chat:
-        # vLLM takes a chat's prompt in tokens from these params, and removes it before it uses them.
-        leg[PARAMS] = {**(params or {}), "prompt_token_ids": ids}
-        return leg
-    leg["prompt"] = ids
-    if params is not None:
-        leg[PARAMS] = dict(params)
-    return leg
-
-
-def _text_of(choice: Mapping[str, Any], *, is_chat: bool) -> str | None:
-    if not is_chat:
-        text = choice.get("text")
-        return text if isinstance(text, str) else None
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        return None
-    if any(message.get(key) for key in ("reasoning", "reasoning_content", "tool_calls", "refusal")):
-        return None
-    content = message.get("content")
-    return content if isinstance(content, str) else ("" if content is None else None)
+    leg, params = dialect.with_prompt(leg, ids, params)
+    return leg if params is None else {**leg, PARAMS: dict(params)}
 
 
 def _prompt_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> list[int] | None:
@@ -272,7 +230,7 @@ def _are_ids(ids: Any) -> bool:
 
 def _head(kept: KeptToken) -> dict[str, Any]:
     head = {name: kept.answer[name] for name in ("id", "created", "model") if name in kept.answer}
-    return {**head, "object": "chat.completion.chunk" if kept.is_chat else "text_completion"}
+    return {**head, "object": kept.dialect.chunk_object}
 
 
 _USAGE = b'"usage"'
@@ -326,10 +284,9 @@ class OverlapReader:
         choice = choice_of(chunk)
         if chunk is None or choice is None:
             return False  # The stream has ended, or has an error.
-        part = choice.get("delta") if self._kept.is_chat else choice
+        part, name = self._kept.dialect.part_of(choice), self._kept.dialect.text_name
         if not isinstance(part, dict):
             return False
-        name = "content" if self._kept.is_chat else "text"
         text, ids, ends = (
             part.get(name) or "",
             choice.get("token_ids"),

@@ -33,11 +33,11 @@ from baton.router.request.tokens.continuation import (
     continuation_body,
     ending,
     kept_body,
-    limit_of,
     opening,
     read_kept,
 )
 from baton.router.request.tokens.stream import FirstToken, FirstTokenReader, TokenRecord
+from baton.router.values.dialects import Dialect
 from baton.router.values.errors import RouterError
 from baton.router.values.identity import Kind
 from baton.router.values.legs import (
@@ -123,8 +123,8 @@ class FirstTokens:
     def __init__(
         self,
         body: Mapping[str, Any],
+        dialect: Dialect,
         *,
-        is_chat: bool,
         is_text: bool,
         may_split: bool,
         may_resume: bool = False,
@@ -132,10 +132,10 @@ class FirstTokens:
         """`may_split`: P may give the first token. `may_resume`: another engine may continue the stream."""
         self._body = dict(body)
         self._seeded = with_seed(body)
-        self._is_chat = is_chat
+        self.dialect = dialect
         self._may_verify = may_split and is_one_answer(body)
         # D gets a chat as tokens to continue it. vLLM accepts that for chats of text only.
-        is_exact = is_text and can_split(body, is_chat=is_chat)
+        is_exact = is_text and can_split(body, dialect)
         self._may_continue = self._may_verify and is_exact
         self._may_resume_vllm = may_resume and is_exact
         is_alone = is_one_answer(body) and not body.get("echo")
@@ -206,11 +206,11 @@ class FirstTokens:
                 return PrefillAsk(first_token_body(self._seeded, transfer_id), reads_first_token=True)
             case FirstTokenMode.CONTINUE | FirstTokenMode.OVERLAP if not self.is_told:
                 body = self._seeded if self._mode is FirstTokenMode.OVERLAP else self._body
-                return PrefillAsk(kept_body(body, transfer_id), keeps_answer=True)
+                return PrefillAsk(kept_body(body, transfer_id, self.dialect), keeps_answer=True)
             case FirstTokenMode.VERIFY:
-                return PrefillAsk(prefill_body(self._seeded, transfer_id))
+                return PrefillAsk(prefill_body(self._seeded, transfer_id, self.dialect))
             case _:
-                return PrefillAsk(prefill_body(self._body, transfer_id))
+                return PrefillAsk(prefill_body(self._body, transfer_id, self.dialect))
 
     def decode_body(self, consumer: Engine, params: Mapping[str, Any] | None) -> dict[str, Any]:
         self._record, body = None, self._body
@@ -236,7 +236,7 @@ class FirstTokens:
         if self.is_told and (told_ids := self._told_ids):
             prompt = self._prompt_token_ids
             assert prompt is not None
-            return continuation_body(body, prompt, told_ids, params, is_chat=self._is_chat)
+            return continuation_body(body, prompt, told_ids, params, self.dialect)
         return decode_body(body, params)
 
     @property
@@ -280,7 +280,7 @@ class FirstTokens:
             return None
         is_fit = consumer is not None and can_continue(consumer)
         max_model_len = consumer.max_model_len if consumer is not None and is_fit else None
-        kept = read_kept(answer, self._body, is_chat=self._is_chat, max_model_len=max_model_len)
+        kept = read_kept(answer, self._body, self.dialect, max_model_len=max_model_len)
         if kept is None:
             self._mode = FirstTokenMode.WHOLE
             return None
@@ -357,7 +357,7 @@ class FirstTokens:
                 return None
         has_begun = bool(told_ids or record.num_events or (self._given and self._given.has_begun))
         token_ids = [*told_ids, *record.token_ids[:num_new]]
-        limit = limit_of(self._body, is_chat=self._is_chat)
+        limit = self.dialect.limit_of(self._body)
         if limit is not None and len(token_ids) >= limit:
             return None  # The engine has not ended the answer at its limit.
         return Given(kind, has_begun, token_ids, prompt)
