@@ -23,6 +23,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 OTHER_CASTS = frozenset(
     {
         "test_aligned_states",
+        "test_dialects",
         "test_drafts",
         "test_foreign_connectors",
         "test_gpt_oss",

@@ -76,7 +76,8 @@ def objective_of(
     ttft_s = settings.ttft_s
     if (text := headers.get(TTFT_HEADER)) is not None:
         ttft_s = min(ttft_s, _seconds(text))
-    asked = body.get("max_completion_tokens") or body.get("max_tokens")
+    limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    asked = next(filter(None, limits), None)
     return Objective(priority, tenant, ttft_s, asked if isinstance(asked, int) and asked > 0 else inf)
 
 

@@ -126,7 +126,8 @@ class FleetModels:
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
         names, model = engine.names, request.model
-        return engine.is_eligible and (names is None or model is None or model == "" or model in names)
+        has_model = names is None or model is None or model == "" or model in names
+        return engine.is_eligible and has_model and (request.path is None or request.path not in engine.lacks)
 
     def pool_of(self, request: RoutedRequest) -> str:
         """Names the engines that serve the request's model. Empty: all of them, as far as is known."""

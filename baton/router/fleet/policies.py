@@ -44,6 +44,7 @@ class RoutedRequest:
     num_output_tokens: float = EXPECTED_OUTPUT
     priority: int = 0  # Less is more urgent.
     home: int = 0  # See `block_index.home_key`.
+    path: str | None = None  # The path that engines may lack; None: every engine has it.
 
     def cached_at(self, url: str) -> Match:
         return Match(*(min(count, self.num_tokens) for count in self.cached.get(url, NO_MATCH)))

@@ -24,11 +24,12 @@ from baton.router.fleet.engine import Engine
 from baton.router.fleet.notes import Note, TurnKept, TurnTaken
 from baton.router.values.identity import is_compatible
 from baton.router.values.legs import PARAMS
-from baton.router.values.sse import RawObject, data_of, sse_event
+from baton.router.values.sse import RawObject, data_of, with_data
 
 TURNS_MAX = 4096  # Sessions at most; the one whose turn is oldest leaves first.
 KEPT_S = 480.0  # Default time for which engines keep blocks. Engines compute blocks that are gone by then.
 
+_EMPTY = msgspec.Raw(b"{}")
 _MARK = f'"{PARAMS}"'.encode()
 
 
@@ -139,7 +140,7 @@ class TurnSieve:
     def event(self, event: bytes) -> bytes:
         """A whole event for the client."""
         found = self._sift(data_of(event)) if _MARK in event else None
-        return event if found is None else sse_event(found)
+        return event if found is None else with_data(event, found)
 
     def _sift(self, text: bytes) -> RawObject | None:
         """The answer without the router's params. None: it has none.
@@ -150,11 +151,17 @@ class TurnSieve:
             return None
         try:
             parts = decode_json(text, RawObject)
-            if PARAMS not in parts:
+            # A numbered event has its whole response in a field.
+            holder = parts if PARAMS in parts else decode_json(parts.get("response", _EMPTY), RawObject)
+            if PARAMS not in holder:
                 return None  # The word is in the text.
-            params = decode_json(parts.pop(PARAMS))
+            params = decode_json(holder.pop(PARAMS))
         except NotJson:
             return None  # The client gets the answer unchanged.
+        if holder is not parts:
+            if params is None:
+                return None
+            parts["response"] = msgspec.Raw(msgspec.json.encode(holder))
         if isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             self.params = dict(params)
         return parts

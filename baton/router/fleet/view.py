@@ -42,9 +42,17 @@ class FleetView:
         self._num_routed = 0
 
     def route(
-        self, prefix_key: bytes, model: object = None, num_tokens: int = 0, priority: int = 0
+        self,
+        prefix_key: bytes,
+        model: object = None,
+        num_tokens: int = 0,
+        priority: int = 0,
+        path: str | None = None,
     ) -> RoutedRequest:
-        """`model`: the value in the request's body. `num_tokens`: tokens of its prompt."""
+        """`model`: the value in the request's body. `num_tokens`: tokens of its prompt.
+
+        `path`: None if every engine has the request's path.
+        """
         self._num_routed += 1
         return RoutedRequest(
             self._num_routed,
@@ -53,7 +61,17 @@ class FleetView:
             num_tokens,
             num_output_tokens=self.fleet.choice.expected_output,
             priority=priority,
+            path=path,
         )
+
+    def may_split(self, path: str, now_s: float) -> bool:
+        """Whether there is an engine of each role that may have this path."""
+        roles = set()
+        for engine in self.fleet.engines:
+            if engine.lacks.get(path, 0.0) <= now_s:
+                engine.lacks.pop(path, None)
+                roles.add(engine.role)
+        return roles == {"prefill", "decode"}
 
     def choose(
         self,

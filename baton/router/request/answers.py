@@ -34,6 +34,8 @@ MAX_KEPT = 2 << 20
 MAX_REST_BYTES = 1 << 20  # Bytes of P's stream after the first token: token counts and [DONE].
 RETRY_AFTER_MAX_S = 60.0
 _NULL = msgspec.Raw(b"null")
+LACKS_S = 300.0  # Time for which an engine is not asked for a path that it lacks.
+_NOT_FOUND = (404, 405)
 VLLM_PAUSED = "Generation is paused."
 WEIGHTS_HEADER = "x-baton-weights"  # Names the weights with which the answer begins.
 GIVEN_HEADER = "x-baton-given"  # Tokens of the answer after which the engine continues.
@@ -155,6 +157,9 @@ class _Cached(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_details: _Cached | None = None
+    input_tokens: int = 0  # Of messages: without cached ones. Of responses: all.
+    input_tokens_details: _Cached | None = None
+    cache_read_input_tokens: int | None = None
 
 
 class ErrorBody(msgspec.Struct):
@@ -229,15 +234,39 @@ def num_computed(answer: LegAnswer) -> int | None:
         usage = decode_json(answer.parts.get("usage", _NULL), _Usage)
     except NotJson:
         return None
-    if usage.prompt_tokens_details is None:
-        return None
-    return max(0, usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
+    if usage.cache_read_input_tokens is not None:
+        return max(0, usage.input_tokens)
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    return (
+        None if details is None else max(0, usage.prompt_tokens + usage.input_tokens - details.cached_tokens)
+    )
 
 
 def prompt_counts(answer: LegAnswer) -> tuple[int, int, int] | None:
     """All tokens of the prompt, those that the engine had, and those that it has loaded."""
     found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
+
+class _Detail(msgspec.Struct):
+    message: Any = None
+
+
+class _NotFound(msgspec.Struct):
+    detail: Any = None
+    error: _Detail | None = None
+
+
+def lacks_path(answer: LegAnswer) -> bool:
+    """Whether a 404 or 405 is about the path, not the model, by the texts of FastAPI (vLLM) and Baton."""
+    if answer.status not in _NOT_FOUND:
+        return False
+    try:
+        found = decode_json(answer.body, _NotFound)
+    except NotJson:
+        return True
+    texts = [found.detail, found.error.message if found.error is not None else None]
+    return any(isinstance(text, str) and text.endswith(("Not Found", "Method Not Allowed")) for text in texts)
 
 
 def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = False) -> PrefillOutcome:

@@ -89,6 +89,10 @@ class Decode:
         leg, answer = event.leg, event.answer
         self._legs.note_answer(leg, answer)
         prefilled = self._prefill.assume_computed()
+        if self._engines.note_lacking(leg.engine, answer):
+            self._engines.forgive(leg.engine)
+            if self._may_ask_another(is_free=True):
+                return self._prefill_again()
         is_params_fault = blames_params(answer)
         if is_params_fault and (self._is_pushed or prefilled.ticket is not None):
             return self._take_refusal(leg.engine, answer)
@@ -219,7 +223,9 @@ class Decode:
                 if self._answer.is_done:
                     return self._end_answer()
                 leg.outcome = "broken"
-                return self._resume_or_break("the decode engine ended the stream without [DONE]", leg)
+                return self._resume_or_break(
+                    f"the decode engine ended the stream without {self._first.dialect.end}", leg
+                )
             case Failed(failure=failure):
                 self._legs.note_failure(leg, failure)
                 if self._answer.is_done:

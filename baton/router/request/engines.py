@@ -17,6 +17,7 @@ from baton.router.fleet.choice import Loan
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.view import FleetView
+from baton.router.request.answers import LACKS_S, LegAnswer, lacks_path
 from baton.router.request.events import Found, Leg
 from baton.router.request.step import Outbox
 from baton.router.request.tokens.first_tokens import FirstTokens, Given, can_follow
@@ -123,6 +124,14 @@ class Engines:
         if self._tried:
             self._outbox.count("retries", "decode")
         self._tried.append(consumer)
+
+    def note_lacking(self, engine: Engine, answer: LegAnswer) -> bool:
+        """Whether the engine lacks the request's path. It is not asked for it again for a while."""
+        path = self.routed.path
+        if path is None or not lacks_path(answer):
+            return False
+        engine.lacks[path] = self._outbox.now_s + LACKS_S
+        return True
 
     def forgive(self, consumer: Engine) -> None:
         """This decode engine was asked and is not at fault: it may be asked again."""

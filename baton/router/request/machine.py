@@ -93,7 +93,8 @@ class Machine:
         self._then = AfterClosing.ATTEMPT  # What follows CLOSING.
         self._shape = shape = shape_of(request.body, request.dialect)
         model, priority = request.body.get("model"), request.objective.priority
-        routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority)
+        path = request.dialect.path if request.dialect.is_optional else None
+        routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority, path)
         local_reason = shape.direct_reason
         if local_reason is None and shape.num_prompt_tokens < view.settings.min_prefill_tokens:
             local_reason = "short_prompt"

@@ -19,12 +19,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from baton.core.errors import UserError
-from baton.core.json_text import NotJson, decode_json
 from baton.http.forms import fields_of
 from baton.http.json_body import decode_as
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.view import FleetView
-from baton.router.request.answers import LegAnswer, end_to_end, is_engines_fault, outcome_of, retry_after_s
+from baton.router.request.answers import (
+    LACKS_S,
+    LegAnswer,
+    end_to_end,
+    is_engines_fault,
+    lacks_path,
+    outcome_of,
+    retry_after_s,
+)
 from baton.router.request.events import (
     ClientGone,
     Close,
@@ -43,14 +50,11 @@ from baton.router.request.events import (
     StreamEnded,
 )
 from baton.router.request.reply import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
-from baton.router.values.dialects import COMPLETIONS, DIALECTS
+from baton.router.values.dialects import dialect_at
 from baton.router.values.errors import LegFailure, RouterError
 from baton.router.values.legs import PARAMS, refuse_hidden_params
 
 logger = logging.getLogger(__name__)
-
-LACKS_S = 300.0
-_NOT_FOUND = (404, 405)
 
 
 class Path(NamedTuple):
@@ -132,7 +136,7 @@ class PassThrough:
 
     def __init__(self, view: FleetView, request: Passed) -> None:
         self._view, self._request, self.request_id = view, request, request.id
-        self.dialect = DIALECTS.get(request.path, COMPLETIONS)
+        self.dialect = dialect_at(request.path)
         looked, timeouts = request.looked, view.settings.timeouts
         self._wait_s = timeouts.first_byte_s if looked.stream is True else timeouts.answer_s
         self._routed = view.route(b"", looked.model)
@@ -258,24 +262,3 @@ class PassThrough:
 
     def _over(self) -> Sequence[Effect]:
         return (Over(self._status, self._error),)
-
-
-class _Detail(msgspec.Struct):
-    message: Any = None
-
-
-class _NotFound(msgspec.Struct):
-    detail: Any = None
-    error: _Detail | None = None
-
-
-def lacks_path(answer: LegAnswer) -> bool:
-    """Whether a 404 or 405 is about the path, not the model, by the texts of FastAPI (vLLM) and Baton."""
-    if answer.status not in _NOT_FOUND:
-        return False
-    try:
-        found = decode_json(answer.body, _NotFound)
-    except NotJson:
-        return True
-    texts = [found.detail, found.error.message if found.error is not None else None]
-    return any(isinstance(text, str) and text.endswith(("Not Found", "Method Not Allowed")) for text in texts)

@@ -201,7 +201,9 @@ class Prefill:
             match event:
                 case Opened(answer=answer):
                     self._legs.note_answer(leg, answer)
-                    outcome = leg.reader.open(answer)
+                    is_lacking = self._engines.note_lacking(leg.engine, answer)
+                    lacking = Unable("lacks the path", is_free=True)
+                    outcome = lacking if is_lacking else leg.reader.open(answer)
                 case Piece(data=data):
                     outcome = leg.reader.feed(data)
                 case StreamEnded():
@@ -275,8 +277,8 @@ class Prefill:
             case Refused(answer):
                 if self._reply.has_begun:
                     raise RouterError.gateway("the prefill engine refused what another one had begun")
-                consumer = self._engines.consumer
-                if consumer is None or consumer.max_model_len == leg.engine.max_model_len:
+                consumer, is_alike = self._engines.consumer, self._first.dialect.refuses_alike
+                if consumer is None or (is_alike and consumer.max_model_len == leg.engine.max_model_len):
                     self._reply.send_whole(answer, None)
                     return AfterClosing.END
                 # The prompt may be too long for P alone. If it is wrong, D refuses it as well.

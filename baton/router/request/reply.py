@@ -7,6 +7,7 @@ from baton.router.request.step import Outbox
 from baton.router.request.tokens.first_tokens import FirstTokens
 from baton.router.request.tokens.stream import FirstToken
 from baton.router.values.errors import RouterError
+from baton.router.values.sse import END
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
 SHUTTING_DOWN = "the router is shutting down"
@@ -18,6 +19,8 @@ class Reply:
         self._outbox, self._first = outbox, first
         self._request_id, self._received_at_s = request_id, received_at_s
         self._is_first_counted = False
+        self._dialect = first.dialect
+        self._num_sent = 0  # Events that the client has, where they are numbered.
         self.status: int | None = None  # Status of the client's answer, once it has begun.
         self.error: RouterError | None = None  # The answer of a client that has been sent nothing.
 
@@ -39,6 +42,8 @@ class Reply:
 
     def send(self, data: bytes, *, is_last: bool = False) -> None:
         if data or is_last:
+            if self._dialect.is_numbered:
+                self._num_sent += data.count(END)
             self._outbox.emit(Send(data, is_last=is_last))
 
     def send_whole(self, answer: LegAnswer, where: str | None, *, body: bytes | None = None) -> None:
@@ -79,7 +84,7 @@ class Reply:
         elif is_done:
             self.send(b"", is_last=True)
         else:
-            self.send(self._first.dialect.error_event(SHUTTING_DOWN, status=503), is_last=True)
+            self._send_error(SHUTTING_DOWN, status=503)
 
     def refuse(self, error: RouterError) -> None:
         """No attempt is left."""
@@ -92,4 +97,8 @@ class Reply:
     def break_off(self, message: str, engine: Engine | None = None) -> None:
         self._outbox.count("broken_streams")
         self._outbox.report("broken_stream", engine, message)
-        self.send(self._first.dialect.error_event(message), is_last=True)
+        self._send_error(message)
+
+    def _send_error(self, message: str, *, status: int = 502) -> None:
+        event = self._dialect.error_event(message, status=status, num_sent=self._num_sent)
+        self.send(event, is_last=True)

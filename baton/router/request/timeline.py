@@ -72,6 +72,7 @@ class RequestTimeline(msgspec.Struct, kw_only=True):
 
 class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 class _Whole(msgspec.Struct):
@@ -181,7 +182,7 @@ def _completion_tokens(body: bytes) -> int | None:
         usage = decode_json(body, _Whole).usage
     except NotJson:
         return None
-    return None if usage is None else usage.completion_tokens
+    return None if usage is None else (usage.completion_tokens or usage.output_tokens)
 
 
 class RecentRequests:

@@ -35,6 +35,7 @@ from baton.http.settings import HttpSettings
 from baton.http.tls import BACKLOG, ServerTls, TlsAcceptor, TlsFiles
 from baton.router.shell.tasks import Tasks
 from baton.router.shell.timers import TimerWheel
+from baton.router.values.dialects import COMPLETIONS, dialect_at
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Reply:
         self._is_chunked = False
         self._pending: list[bytes] = []
         self.handler: Handler | None = None
+        self.dialect = COMPLETIONS  # The dialect of a refusal.
         self.extra: Mapping[str, str] = {}  # Headers of a refusal.
         self.rate_headers: Mapping[str, str] = {}  # Headers of any answer.
         self.status = 0
@@ -140,7 +142,7 @@ class Reply:
 
     def refuse(self, error: ApiError) -> None:
         """Answer with `error`. Nothing has been written."""
-        body = msgspec.json.encode(error.body())
+        body = msgspec.json.encode(self.dialect.error_body(error))
         headers = {"content-type": "application/json", **error.headers(), **self.extra}
         self.whole(error.status, headers, body)
 
@@ -454,6 +456,7 @@ class _Connection(asyncio.Protocol):
         ends = self._is_last and not self._queue
         keeps_alive = request.keeps_alive and not ends and not self.listener.is_closing
         reply = self._reply = Reply(self, request.method, request.version, keeps_alive=keeps_alive)
+        reply.dialect = dialect_at(request.target.partition(b"?")[0].decode("latin-1"))
         bodies = self.listener.bodies
         if request.refusal is not None:
             bodies.release(num_held)

@@ -30,7 +30,7 @@ from baton.router.shell.in_flight import InFlight
 from baton.router.shell.legs import Ask
 from baton.router.shell.rate_limiting import Charges, Charging
 from baton.router.shell.requests import RequestDriver, Requests, report_refusal
-from baton.router.values.dialects import DIALECTS
+from baton.router.values.dialects import DIALECTS, Dialect
 from baton.router.values.errors import RouterError
 from baton.router.values.legs import CHARS_PER_TOKEN, parse_body, shape_of, take_kept, without_alias
 from baton.tracing.trace_context import TRACEPARENT, TRACESTATE
@@ -105,8 +105,19 @@ class Intake:
         if path == "/v1/models" and (cards := self._view.fleet.models.model_cards()) is not None:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
             return self._in_flight.end(recorder, 200)
+        aliases, dialect = self._settings.model_aliases, DIALECTS.get(path)
+        if dialect is not None:
+            body = parse_body(incoming.body, aliases)
+            if not dialect.is_optional or self._is_split(body, dialect, incoming.received_at_s):
+                recorder.asked(body)
+                return self._charge(
+                    incoming,
+                    body,
+                    reply,
+                    recorder,
+                    lambda: self._complete(incoming, body, ask, reply, recorder),
+                )
         if path in PATHS:
-            aliases = self._settings.model_aliases
             num_estimated = None
             if path in FORM_PATHS and is_form(incoming.headers):
                 raw, looked = read_form(incoming.body, incoming.headers["content-type"], aliases)
@@ -124,11 +135,9 @@ class Intake:
                 recorder,
                 lambda: self._drive(PassThrough(self._view, passed), ask, reply, recorder),
             )
-        body = parse_body(incoming.body, self._settings.model_aliases)
-        recorder.asked(body)
-        return self._charge(
-            incoming, body, reply, recorder, lambda: self._complete(incoming, body, ask, reply, recorder)
-        )
+
+    def _is_split(self, body: dict[str, Any], dialect: Dialect, now_s: float) -> bool:
+        return not dialect.is_whole(body) and self._view.may_split(dialect.path, now_s)
 
     def _charge(
         self,

@@ -1,9 +1,13 @@
 """One leg: a request to one engine, from the connection to the end of its answer, within deadlines.
 
 An answer that is not streamed is reported once it has been read whole, a stream when its first piece arrives.
+Events that an engine sends before it has a token (`Dialect.opening`) are reported together with the first one
+after them: until then another engine can answer.
+
 The engine aborts a leg that is closed early, since its connection ends.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +23,11 @@ from baton.router.shell.engine_http import (
 )
 from baton.router.shell.engine_keys import EngineKeys
 from baton.router.shell.timers import TimerWheel
+from baton.router.values.dialects import dialect_at
 from baton.router.values.errors import FailureKind, LegFailure
 from baton.router.values.settings import RouterSettings
 
+_NAMES = re.compile(rb"^event: ?(\S+)\s", re.MULTILINE)
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -48,6 +54,7 @@ class Ask:
         self.headers = headers
         self.ends_at_s = ends_at_s
         self.kept: Mapping[str, Any] = {}  # Params of each leg; see `take_kept`.
+        self.opening = dialect_at(path.partition("?")[0]).opening
         self._lines: dict[bytes | None, bytes] = {}
 
     def bytes_for(
@@ -74,6 +81,7 @@ class WireLeg:
         self._status = 0
         self._headers: Mapping[str, str] = {}
         self._is_stream = self._is_open = self._is_closed = False
+        self._opening: frozenset[bytes] = frozenset()
         self._whole = bytearray()
         self._ends_at_s = self._wait_s = 0.0
 
@@ -81,6 +89,8 @@ class WireLeg:
         """`headers`: of this leg alone."""
         self._ends_at_s = ask.ends_at_s
         self._engine.waits[self] = None
+        if self._leg.raw is None:
+            self._opening = ask.opening
         self._expect(self._leg.wait_s)
         address = self._engine.address
         data = ask.bytes_for(address, self._upstream.authorization_for(self._engine.url), body, headers)
@@ -147,6 +157,11 @@ class WireLeg:
             self._expect(self._upstream.idle_s)
             self._put(Piece(self._leg, data))
         else:
+            if self._opening:
+                self._whole += data
+                names = set(_NAMES.findall(data := bytes(self._whole)))
+                if names <= self._opening and (names or b"\n" not in data):
+                    return
             self._is_open = True
             self._expect(self._upstream.idle_s)
             self._put(Opened(self._leg, LegAnswer(self._status, self._headers, data, is_stream=True)))

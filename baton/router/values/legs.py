@@ -74,6 +74,11 @@ _ROUTED = frozenset(
         "response_format",
         "bad_words",
         "suffix",
+        "store",
+        "background",
+        "previous_response_id",
+        "truncation",
+        "max_output_tokens",
     }
 )
 _NULL = msgspec.Raw(b"null")

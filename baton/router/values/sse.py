@@ -3,6 +3,7 @@
     EventSplitter    bytes, cut anywhere --push--> next: one whole event at a time
     data_of          the data of an event: its `data:` lines
     sse_event        an event of one JSON value
+    with_data        an event with another JSON value
 
 Lines end with CRLF, LF or CR, and a blank line ends an event (WHATWG HTML, 9.2.5). The splitter returns every
 event with LF line ends, whatever the engine sent, so that its users look for LF only. A client never gets
@@ -96,8 +97,14 @@ def is_done(event: bytes) -> bool:
     return DONE in event and data_of(event).strip() == DONE
 
 
-def sse_event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + END
+def sse_event(value: Any, name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(value) + END
+
+
+def with_data(event: bytes, value: Any) -> bytes:
+    """The event with other data, and with the name that it has."""
+    return event[: event.index(b"data:")] + sse_event(value)
 
 
 def chunk_of(event: bytes) -> dict[str, Any] | None:

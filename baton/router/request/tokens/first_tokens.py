@@ -133,6 +133,7 @@ class FirstTokens:
         self._body = dict(body)
         self._seeded = with_seed(body)
         self.dialect = dialect
+        may_split, may_resume = may_split and dialect.has_token_ids, may_resume and dialect.has_token_ids
         self._may_verify = may_split and is_one_answer(body)
         # D gets a chat as tokens to continue it. vLLM accepts that for chats of text only.
         is_exact = is_text and can_split(body, dialect)

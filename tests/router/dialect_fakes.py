@@ -1,0 +1,143 @@
+"""Fake engines that answer /v1/messages and /v1/responses as vLLM does, and their transcripts."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.router.fakes import TICKET, Call, FakeEngine, opened
+
+TEXTS = ("Hel", "lo", "!")
+PATHS = ("/v1/messages", "/v1/responses")
+ASKS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "model": "m",
+        "system": "You are kind.",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "max_tokens": 20,
+        "unknown": {"a": [1.5, None]},
+    },
+    "/v1/responses": {
+        "model": "m",
+        "instructions": "You are kind.",
+        "input": [{"role": "user", "content": "hello"}],
+        "max_output_tokens": 20,
+        "unknown": {"a": [1.5, None]},
+    },
+}
+
+
+def named(value: dict[str, Any]) -> bytes:
+    return f"event: {value['type']}\ndata: {json.dumps(value)}\n\n".encode()
+
+
+def message_events(texts: Sequence[str] = TEXTS, arguments: Sequence[str] = ()) -> list[bytes]:
+    """A message with a block of text, and a call of a tool if there are `arguments`."""
+    message = {"id": "1", "type": "message", "role": "assistant", "content": [], "model": "m"}
+    found: list[dict[str, Any]] = [{"type": "message_start", "message": message}]
+    text: dict[str, Any] = {"type": "text", "text": ""}
+    blocks = [(text, "text_delta", "text", texts)]
+    if arguments:
+        call = {"type": "tool_use", "id": "t", "name": "open", "input": {}}
+        blocks.append((call, "input_json_delta", "partial_json", arguments))
+    for index, (block, kind, name, parts) in enumerate(blocks):
+        found.append({"type": "content_block_start", "index": index, "content_block": block})
+        for part in parts:
+            delta = {"type": kind, name: part}
+            found.append({"type": "content_block_delta", "index": index, "delta": delta})
+        found.append({"type": "content_block_stop", "index": index})
+    reason = "tool_use" if arguments else "end_turn"
+    found.append({"type": "message_delta", "delta": {"stop_reason": reason}, "usage": {"output_tokens": 3}})
+    return [named(value) for value in (*found, {"type": "message_stop"})]
+
+
+def response_events(
+    texts: Sequence[str] = TEXTS, arguments: Sequence[str] = (), params: Any = None
+) -> list[bytes]:
+    """A response with a message, and a call of a tool if there are `arguments`."""
+    response = {"id": "resp_1", "object": "response", "model": "m", "kv_transfer_params": None}
+    kinds = [("message", "response.output_text", texts)]
+    if arguments:
+        kinds.append(("function_call", "response.function_call_arguments", arguments))
+    found: list[dict[str, Any]] = [
+        {"type": "response.created", "response": response},
+        {"type": "response.in_progress", "response": response},
+    ]
+    for index, (item, kind, parts) in enumerate(kinds):
+        found.append({"type": "response.output_item.added", "output_index": index, "item": {"type": item}})
+        found += [{"type": f"{kind}.delta", "output_index": index, "delta": part} for part in parts]
+        found.append({"type": f"{kind}.done", "output_index": index})
+        found.append({"type": "response.output_item.done", "output_index": index, "item": {"type": item}})
+    ended = {**response, "status": "completed", "kv_transfer_params": params}
+    found.append({"type": "response.completed", "response": ended})
+    return [named({**value, "sequence_number": number}) for number, value in enumerate(found)]
+
+
+EVENTS = {"/v1/messages": message_events, "/v1/responses": response_events}
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "id": "1",
+        "type": "message",
+        "content": [{"type": "text", "text": "Hello!"}],
+        "usage": {"input_tokens": 30, "output_tokens": 3},
+    },
+    "/v1/responses": {
+        "id": "resp_1",
+        "status": "completed",
+        "output": [{"type": "message", "content": [{"type": "output_text", "text": "Hello!"}]}],
+        "usage": {"input_tokens": 30, "input_tokens_details": {"cached_tokens": 10}, "output_tokens": 3},
+    },
+}
+
+
+def text_of(stream: bytes) -> str:
+    """The text of a stream of one of the dialects."""
+    text = ""
+    for event in stream.split(b"\n\n"):
+        if b"_delta" in event or b"_text.delta" in event:
+            delta = json.loads(event.partition(b"data: ")[2])["delta"]
+            text += delta if isinstance(delta, str) else delta.get("text", "")
+    return text
+
+
+@dataclass
+class DialectSpeaker:
+    """An engine of both roles. It lends what a prefill leg asks for, and answers other legs."""
+
+    events: Sequence[bytes] = ()  # Its streams; empty: `EVENTS`.
+    dies_after: int | None = None  # Events after which the connection is cut.
+    waits_after: int | None = None  # Events after which it waits for `gate`.
+    keeps: Any = None  # Params with the answer, as D has them for turns.
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    legs: list[dict[str, Any]] = field(default_factory=list)
+
+    async def __call__(self, call: Call) -> None:
+        path, body = call.received.path, call.received.body
+        params = body.get("kv_transfer_params") or {}
+        if (ticket := params.get("baton_take_back")) is not None:
+            call.engine.taken_back.append(ticket)
+            call.engine.heard_of_loan.set()
+            return await call.answer(200, {"choices": []})
+        self.legs.append(body)
+        lent = TICKET if params.get("do_remote_decode") else self.keeps
+        if not body.get("stream"):
+            return await call.answer(200, {**WHOLE[path], "kv_transfer_params": lent})
+        events = self.events or EVENTS[path]()
+        await call.start(200, "text/event-stream; charset=utf-8")
+        for number, event in enumerate(events):
+            if number == self.dies_after:
+                return call.cut()
+            if number == self.waits_after and not await opened(self.gate, call):
+                return None
+            await call.piece(event)
+        return await call.piece(b"", more=False)
+
+
+def dialect_engine(**fields: Any) -> FakeEngine:
+    return FakeEngine(DialectSpeaker(**fields), is_vllm_of=4096)
+
+
+def legs_of(engine: FakeEngine) -> list[dict[str, Any]]:
+    assert isinstance(engine.respond, DialectSpeaker)
+    return engine.respond.legs
