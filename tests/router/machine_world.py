@@ -57,7 +57,7 @@ from baton.router.request.events import (
 from baton.router.request.learning import settle
 from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request
 from baton.router.request.step import State
-from baton.router.values.dialects import COMPLETIONS
+from baton.router.values.dialects import COMPLETIONS, Dialect
 from baton.router.values.errors import FailureKind, LegFailure
 from baton.router.values.identity import Introduced, is_compatible
 from baton.router.values.settings import AdmissionSettings, RouterSettings
@@ -158,6 +158,10 @@ class StrictMachine(Machine):
 
 
 class World:
+    dialect: Dialect = COMPLETIONS
+    client_type = Client
+    kinds_drawn: Sequence[str] = ("baton", "baton", "vllm", "other")
+
     def __init__(
         self, seed: int, machine: type[Machine] = StrictMachine, *, is_healthy: bool = False
     ) -> None:
@@ -195,15 +199,15 @@ class World:
         self.lent_versions: dict[str, int] = {}  # Versions of the weights, by ticket and by transfer id.
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
-            self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
+            self.kinds[engine] = rng.choice(self.kinds_drawn)
         places: Sequence[tuple[str, ...]] = [(), ("host",), ("cache",), ("cache", "host")]
         self.lends = {one: self.rng_of_loans.choice(places) for one in self.fleet.engines}
-        self.client = Client(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
+        self.client = self.client_type(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
         self.session = rng.choice([None, "session"])
-        body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
+        body = {**self.asked(), "temperature": 0, "stream": self.client.is_stream}
         objective = Objective(ttft_s=100.0)
         request = Request(
-            "id", body, dialect=COMPLETIONS, session=self.session, received_at_s=0.0, objective=objective
+            "id", body, dialect=self.dialect, session=self.session, received_at_s=0.0, objective=objective
         )
         self.machine = machine(self.view, request)
         self.now_s = 0.0
@@ -243,6 +247,9 @@ class World:
         self.num_refused = 0  # Refused introductions since a decode leg left without one.
         self.has_left = self.was_stopped = self.was_rejected = False
         self.over: Over | None = None
+
+    def asked(self) -> dict[str, Any]:
+        return {"prompt": PROMPT, "max_tokens": 3}
 
     def _fill(self, num_others: int) -> list[Ticket]:
         """Admit other requests before the machine's own; two are the limit."""
@@ -514,6 +521,11 @@ class World:
         if params.get("baton_lend_stored"):
             yield self._stored(leg)
             return
+        yield from self._say(leg, params)
+
+    def _say(self, leg: Leg, params: Mapping[str, Any]) -> Iterator[Event]:
+        """Answer a leg that finds its engine in health."""
+        body = leg.body
         tokens = OTHERS if self.disagree and self.rng.random() < 0.5 else TOKENS
         if self.has_versions and not self.is_lagging:
             tokens = OTHERS if self.versions[leg.engine] % 2 else TOKENS

@@ -63,8 +63,10 @@ class Dialect:
 
     def limit_of(self, body: Mapping[str, Any]) -> int | None:
         """The most tokens that the client wants; None: it names no valid limit."""
-        asked = (limit for name in self.limits if (limit := body.get(name)) is not None)
-        limit = next(asked, body.get("max_tokens", self.default_limit))
+        limit = body.get("max_tokens", self.default_limit)
+        for name in reversed(self.limits):
+            if body.get(name) is not None:
+                limit = body[name]
         return limit if type(limit) is int and limit >= 1 else None
 
     def for_prefill(self, body: Mapping[str, Any]) -> dict[str, Any]:
