@@ -8,11 +8,14 @@ import sys
 import pytest
 
 from baton.core.errors import UserError
+from baton.router.values.dialects import MESSAGES, RESPONSES, Dialect
 from lab.sim.__main__ import main
 from lab.sim.campaigns import FAILED, MODES, find_broken, replay, run_seeds, run_worlds
+from lab.sim.host.router import Router
 from lab.sim.mutants.guards import MUTANTS
 
 NUM_WORLDS = 100  # Worlds of each mode.
+NUM_WORLDS_OF_DIALECTS = 30
 # More worlds, with events of HAPPENS that the others lack.
 RARE = {"pull": (189, 226), "push": (144, 155, 245, 570)}
 TRIES = 60
@@ -237,6 +240,20 @@ def test_no_invariant_breaks(mode: str) -> None:
     assert report.counts["client: answered"] > 3 * report.num_worlds
     # A fault that is never drawn proves nothing.
     assert HAPPENS[mode] - report.counts.keys() == set()
+
+
+@pytest.mark.parametrize("dialect", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_invariant_breaks_for_messages_and_responses(
+    mode: str, dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Router, "dialect", dialect)
+    report = run_seeds(mode, range(NUM_WORLDS_OF_DIALECTS))
+    assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
+    assert report.counts["handoffs delivered"] > 2 * report.num_worlds
+    assert report.counts["client: answered"] > 3 * report.num_worlds
+    wanted = {"hung up", "leg: broken", "loans taken back", "router: hedges_won"}
+    assert wanted - report.counts.keys() == set()
 
 
 @pytest.mark.slow

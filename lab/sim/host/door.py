@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from baton.engine.api import EngineOutput
 from baton.router.request.answers import GIVEN_HEADER, PROMPT_HEADER, WEIGHTS_HEADER, LegAnswer
 from baton.router.request.events import Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
+from baton.router.values.dialects import MESSAGES
 from baton.router.values.errors import FailureKind, LegFailure
 from baton.router.values.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
 from baton.router.values.sse import sse_event
@@ -36,6 +37,7 @@ class Door:
         body = leg.body
         params: dict[str, Any] | None = body.get(PARAMS)
         flags = params or {}
+        self._dialect, self._num_events = answer.machine.dialect, 0
         self._is_stream = bool(body.get("stream"))
         self._is_prefill = bool(flags.get("do_remote_decode"))
         self._is_first_token = bool(flags.get(FIRST_TOKEN))
@@ -116,7 +118,9 @@ class Door:
             self._answer.ask.causes.add(f"{spec.name}: load failed")
         described = {"error": {"message": error.message, "param": error.field}}
         if self._has_begun:
-            self._put(Piece(self._leg, sse_event(described) + DONE))
+            is_named = not self._dialect.has_token_ids
+            told = self._named({"type": "error", **described}) if is_named else sse_event(described) + DONE
+            self._put(Piece(self._leg, told))
             self._put(StreamEnded(self._leg))
             return
         status = 400 if error.is_users else 500
@@ -159,10 +163,35 @@ class Door:
 
     def _event(self, token_ids: list[int], last: EngineOutput | None = None) -> bytes:
         """`last`: an output whose other fields the event has too."""
+        if not self._dialect.has_token_ids:
+            return self._named_events(token_ids, last)
         chunk: dict[str, Any] = {"choices": [self._choice(token_ids, last)]}
         if last is not None and last.kv_transfer_params is not None:
             chunk[PARAMS] = last.kv_transfer_params
         return sse_event(chunk) + (DONE if last is not None and last.finish_reason is not None else b"")
+
+    def _named_events(self, token_ids: list[int], last: EngineOutput | None) -> bytes:
+        """Events of a message, or of a response."""
+        is_message, data = self._dialect is MESSAGES, b""
+        if not self._num_events:
+            data = self._named({"type": "message_start" if is_message else "response.created"})
+            data += self._named({"type": "content_block_start", "index": 0}) if is_message else b""
+        kind = "content_block_delta" if is_message else "response.output_text.delta"
+        data += self._named({"type": kind, "index": 0, "token_ids": token_ids})
+        if last is None or last.finish_reason is None:
+            return data
+        if is_message:
+            return data + self._named({"type": "content_block_stop", "index": 0}, {"type": "message_stop"})
+        return data + self._named(
+            {"type": "response.completed", "response": {PARAMS: last.kv_transfer_params}}
+        )
+
+    def _named(self, *events: dict[str, Any]) -> bytes:
+        data = b""
+        for event in events:
+            data += sse_event({**event, "sequence_number": self._num_events}, event["type"])
+            self._num_events += 1
+        return data
 
     def _put(self, event: Event, *, is_late: bool = False) -> None:
         """Deliver events in order: those that follow a late event wait for it."""

@@ -47,7 +47,7 @@ from baton.router.request.events import (
 from baton.router.request.events import Leg as RouterLeg
 from baton.router.request.learning import settle
 from baton.router.request.machine import Machine, Request
-from baton.router.values.dialects import COMPLETIONS
+from baton.router.values.dialects import COMPLETIONS, Dialect
 from baton.router.values.errors import FailureKind
 from baton.router.values.identity import Introduced
 from baton.router.values.members import ROLES, Member
@@ -108,6 +108,8 @@ class Plan(NamedTuple):
 
 
 class Router:
+    dialect: Dialect = COMPLETIONS  # The dialect of all clients.
+
     def __init__(
         self,
         cluster: Cluster,
@@ -256,11 +258,13 @@ class Router:
             "cache_salt": ask.salt,
             "priority": ask.priority,
         }
+        if not self.dialect.has_token_ids:  # The prompt is in a field that the dialect does not know.
+            body[self.dialect.texts[0]] = "word" * len(ask.prompt)
         objective = Objective(ask.priority, world.rng_of_queue.choice("ab"))
         request = Request(
             ask.name,
             body,
-            dialect=COMPLETIONS,
+            dialect=self.dialect,
             session=ask.session or None,
             received_at_s=world.now,
             objective=objective,
@@ -529,7 +533,7 @@ class _Answer:
     def _take_chunk(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
             self._error = chunk["error"]["message"]
-        for choice in chunk.get("choices", []):
+        for choice in chunk.get("choices", [chunk] if "token_ids" in chunk else []):
             self.ask.hear(choice["token_ids"])
 
 
