@@ -105,10 +105,10 @@ def text_of(stream: bytes) -> str:
 class DialectSpeaker:
     """An engine of both roles. It lends what a prefill leg asks for, and answers other legs."""
 
-    events: Sequence[bytes] = ()  # Its streams; empty: `EVENTS`.
+    events: Sequence[bytes] = ()  # The streams of this engine; empty: `EVENTS`.
     dies_after: int | None = None  # Events after which the connection is cut.
     waits_after: int | None = None  # Events after which it waits for `gate`.
-    keeps: Any = None  # Params with the answer, as D has them for turns.
+    keeps: Any = None  # Params in an answer, as D has them for turns.
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     legs: list[dict[str, Any]] = field(default_factory=list)
 

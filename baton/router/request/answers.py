@@ -157,7 +157,7 @@ class _Cached(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_details: _Cached | None = None
-    input_tokens: int = 0  # Of messages: without cached ones. Of responses: all.
+    input_tokens: int = 0  # A message's usage leaves cached tokens out.
     input_tokens_details: _Cached | None = None
     cache_read_input_tokens: int | None = None
 

@@ -12,7 +12,8 @@
     D's weights are not P's:          D computes the prompt. It is no fault: an update is under way
     D failed before its first byte:   both legs again, with a new transfer id
     D failed in a stream, or drains:  another D gives the rest, if that is the same answer; else an error
-                                      event and [DONE]. Tokens of two versions are never one answer
+                                      event of the dialect. Tokens of two versions are never one answer
+    P or D lacks the path:            another engine, or one engine gets the next request whole
 
 In a push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
 answered meanwhile, the rest goes as in pull. The client gets nothing before D's first byte except the first

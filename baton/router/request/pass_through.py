@@ -5,7 +5,7 @@
     the engine never received it                    another engine
     it failed before its answer, or answered 5xx    another engine, if `Path.repeats`
     it has no such path                             another engine; this one is not asked again for LACKS_S
-    it failed in a stream                           an error event and [DONE]
+    it failed in a stream                           an error event of the path's dialect
 
 Only the paths of `PATHS` are passed through: other paths of an engine are for its operator (`/metrics`,
 `/sleep`, `/v1/load_lora_adapter`, `/baton/*`). The router does not ask an engine which paths it has: the
@@ -68,8 +68,9 @@ PATHS = {
     "/tokenize": Path(),
     "/detokenize": Path(),
     "/v1/embeddings": Path(),
-    "/v1/responses": Path(repeats=False),  # The engine may store the response.
+    "/v1/responses": Path(repeats=False),  # The engine may store the response. See `Dialect.is_whole`.
     "/v1/messages": Path(repeats=False),
+    "/v1/messages/count_tokens": Path(),
     "/v1/score": Path(),
     "/score": Path(),
     "/v1/rerank": Path(),

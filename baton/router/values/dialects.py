@@ -291,5 +291,5 @@ DIALECTS: Mapping[str, Dialect] = {one.path: one for one in (COMPLETIONS, CHAT, 
 
 
 def dialect_at(path: str) -> Dialect:
-    """The dialect of errors at a path. OpenAI's at paths that are never split."""
-    return DIALECTS.get(path, COMPLETIONS)
+    """The dialect of errors at a path. OpenAI's at most paths that are never split."""
+    return DIALECTS.get(path.removesuffix("/count_tokens"), COMPLETIONS)
