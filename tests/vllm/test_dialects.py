@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import MODEL, TRANSFERS, Server, Site, VllmPlan, transfer
+from tests.vllm.engines import MODEL, TRANSFERS, Server, Site, VllmPlan
+from tests.vllm.plain import D, P
 
 # The tiny model's own template has no tools.
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}
@@ -47,13 +48,13 @@ NEW |= {"cached_tokens", "cached_tokens_per_turn", "cache_write_tokens"}
 def cast(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     template: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
-    options = ("--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "granite")
+    options = ("--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "xlam")
     # A random model fills a call with white space until the limit.
     compact = {"backend": "xgrammar", "disable_any_whitespace": True}
     options += ("--structured-outputs-config", json.dumps(compact))
     plans = [
-        VllmPlan("p-of-dialects", transfer("BatonPullConnector", "kv_producer", "p-of-dialects"), options),
-        VllmPlan("d-of-dialects", transfer("BatonPullConnector", "kv_consumer", "d-of-dialects"), options),
+        VllmPlan("p-of-dialects", P.transfer, options),
+        VllmPlan("d-of-dialects", D.transfer, options),
         VllmPlan("one-of-dialects", None, options),
     ]
     found = site.cast("dialects", *plans)
@@ -61,9 +62,9 @@ def cast(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
     site.dismiss()
 
 
-@pytest.fixture(scope="module")
-def router(site: Site, cast: dict[str, Server]) -> Iterator[Server]:
-    with site.router(cast["p"], cast["d"]) as router:
+@pytest.fixture(scope="module", params=["pull", "push"])
+def router(request: pytest.FixtureRequest, site: Site, cast: dict[str, Server]) -> Iterator[Server]:
+    with site.router(cast["p"], cast["d"], request.param) as router:
         yield router
 
 
@@ -129,7 +130,7 @@ def test_an_answer_is_one_engines(
     cast: dict[str, Server], router: Server, path: str, what: str, is_stream: bool
 ) -> None:
     one, d = cast["one"], cast["d"]
-    body = {**body_of(path, what), "cache_salt": f"{path[4:]} {what} {is_stream}"}
+    body = {**body_of(path, what), "cache_salt": f"{router.name} {path[4:]} {what} {is_stream}"}
     before = d.metric(TRANSFERS)
     num_remote = router.metric("baton:router_prefills_total", where="remote")
     if is_stream:
@@ -141,7 +142,8 @@ def test_an_answer_is_one_engines(
         assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
         assert without_new(answers[0].json()) == without_new(answers[1].json())
         found = [("", answers[0].json())]
-    assert what != "call" or "'name': 'open'" in str(found)
+    called = {"/v1/messages": "tool_use", "/v1/responses": "function_call"}[path]
+    assert what != "call" or f"'type': '{called}'" in str(found), found
     assert router.metric("baton:router_prefills_total", where="remote") == num_remote + 1
     d.wait_metric(TRANSFERS, lambda count: count == before + 1)
 
