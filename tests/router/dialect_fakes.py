@@ -10,21 +10,11 @@ from tests.router.fakes import TICKET, Call, FakeEngine, opened
 
 TEXTS = ("Hel", "lo", "!")
 PATHS = ("/v1/messages", "/v1/responses")
+_ASKED = {"model": "m", "unknown": {"a": [1.5, None]}}
+_TURN = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
 ASKS: dict[str, dict[str, Any]] = {
-    "/v1/messages": {
-        "model": "m",
-        "system": "You are kind.",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
-        "max_tokens": 20,
-        "unknown": {"a": [1.5, None]},
-    },
-    "/v1/responses": {
-        "model": "m",
-        "instructions": "You are kind.",
-        "input": [{"role": "user", "content": "hello"}],
-        "max_output_tokens": 20,
-        "unknown": {"a": [1.5, None]},
-    },
+    "/v1/messages": {**_ASKED, "system": "You are kind.", "messages": [_TURN], "max_tokens": 20},
+    "/v1/responses": {**_ASKED, "instructions": "Be kind.", "input": [_TURN], "max_output_tokens": 20},
 }
 
 
@@ -75,19 +65,10 @@ def response_events(
 
 
 EVENTS = {"/v1/messages": message_events, "/v1/responses": response_events}
+_ANSWER = {"content": [{"text": "Hello!"}], "usage": {"input_tokens": 30, "output_tokens": 3}}
 WHOLE: dict[str, dict[str, Any]] = {
-    "/v1/messages": {
-        "id": "1",
-        "type": "message",
-        "content": [{"type": "text", "text": "Hello!"}],
-        "usage": {"input_tokens": 30, "output_tokens": 3},
-    },
-    "/v1/responses": {
-        "id": "resp_1",
-        "status": "completed",
-        "output": [{"type": "message", "content": [{"type": "output_text", "text": "Hello!"}]}],
-        "usage": {"input_tokens": 30, "input_tokens_details": {"cached_tokens": 10}, "output_tokens": 3},
-    },
+    "/v1/messages": {"id": "1", "type": "message", **_ANSWER},
+    "/v1/responses": {"id": "resp_1", "status": "completed", "output": [_ANSWER]},
 }
 
 

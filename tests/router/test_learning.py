@@ -65,6 +65,15 @@ def with_usage(details: str) -> LegAnswer:
         (with_usage('{"cached_tokens": 600}'), 400),
         (with_usage("null"), 2000),  # Number that the router expected.
         (LegAnswer(200, {}, b'{"usage": 7}'), 2000),
+        # A message, which leaves cached tokens out, if it names them; and a response.
+        (LegAnswer(200, {}, b'{"usage": {"input_tokens": 400, "cache_read_input_tokens": 600}}'), 400),
+        (LegAnswer(200, {}, b'{"usage": {"input_tokens": 400}}'), 2000),
+        (
+            LegAnswer(
+                200, {}, b'{"usage": {"input_tokens": 1000, "input_tokens_details": {"cached_tokens": 600}}}'
+            ),
+            400,
+        ),
         (LegAnswer(200, {}, b"", is_stream=True), 2000),
     ],
 )
