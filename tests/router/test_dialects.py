@@ -201,5 +201,7 @@ def test_params_in_a_numbered_event_are_kept_from_the_client() -> None:
         if before == sent[-1]:
             del wanted["response"]["kv_transfer_params"]
         assert json.loads(data_of(after)) == wanted
+    start = {"type": "message_start", "message": {"id": "1", "kv_transfer_params": params}}
+    assert b"10.0.0.1" not in TurnSieve().event(named(start))
     assert [TurnSieve().event(event) for event in message_events()] == message_events()
     assert json.loads(TurnSieve().whole(json.dumps(WHOLE["/v1/messages"]).encode())) == WHOLE["/v1/messages"]

@@ -151,8 +151,9 @@ class TurnSieve:
             return None
         try:
             parts = decode_json(text, RawObject)
-            # A numbered event has its whole response in a field.
-            holder = parts if PARAMS in parts else decode_json(parts.get("response", _EMPTY), RawObject)
+            # A named event may have its whole answer in a field.
+            name = "response" if "response" in parts else "message"
+            holder = parts if PARAMS in parts else decode_json(parts.get(name, _EMPTY), RawObject)
             if PARAMS not in holder:
                 return None  # The word is in the text.
             params = decode_json(holder.pop(PARAMS))
@@ -161,7 +162,7 @@ class TurnSieve:
         if holder is not parts:
             if params is None:
                 return None
-            parts["response"] = msgspec.Raw(msgspec.json.encode(holder))
+            parts[name] = msgspec.Raw(msgspec.json.encode(holder))
         if isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             self.params = dict(params)
         return parts

@@ -201,9 +201,10 @@ class Prefill:
             match event:
                 case Opened(answer=answer):
                     self._legs.note_answer(leg, answer)
-                    is_lacking = self._engines.note_lacking(leg.engine, answer)
-                    lacking = Unable("lacks the path", is_free=True)
-                    outcome = lacking if is_lacking else leg.reader.open(answer)
+                    if self._engines.note_lacking(leg.engine, answer):
+                        outcome = Unable("lacks the path", is_free=True)
+                    else:
+                        outcome = leg.reader.open(answer)
                 case Piece(data=data):
                     outcome = leg.reader.feed(data)
                 case StreamEnded():

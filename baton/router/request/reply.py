@@ -19,7 +19,7 @@ class Reply:
         self._outbox, self._first = outbox, first
         self._request_id, self._received_at_s = request_id, received_at_s
         self._is_first_counted = False
-        self._dialect = first.dialect
+        self._dialect, self._is_numbered = first.dialect, first.dialect.is_numbered
         self._num_sent = 0  # Events that the client has, where they are numbered.
         self.status: int | None = None  # Status of the client's answer, once it has begun.
         self.error: RouterError | None = None  # The answer of a client that has been sent nothing.
@@ -42,7 +42,7 @@ class Reply:
 
     def send(self, data: bytes, *, is_last: bool = False) -> None:
         if data or is_last:
-            if self._dialect.is_numbered:
+            if self._is_numbered:
                 self._num_sent += data.count(END)
             self._outbox.emit(Send(data, is_last=is_last))
 

@@ -44,8 +44,7 @@ class Dialect:
     path = "/v1/completions"
     has_token_ids = True  # An answer can have them: P may give the first token, another D the rest.
     is_optional = False  # An engine may lack the path.
-    # P refuses a request in the words in which one engine would refuse it.
-    refuses_alike = True
+    refuses_alike = True  # P refuses a request in the words of an engine that gets it whole.
     texts: Sequence[str] = ()  # Fields with the texts of the prompt. Empty: the prompt is in `prompt`.
     limits: Sequence[str] = ("max_tokens",)  # Fields for the number of output tokens; the first one counts.
     default_limit: int | None = 16
@@ -71,8 +70,10 @@ class Dialect:
 
     def for_prefill(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The client's body for one token."""
-        leg = {name: value for name, value in body.items() if name not in self.not_for_prefill}
-        return {**leg, **dict.fromkeys(leg.keys() & _LIMITS, 1), **self.prefill}
+        dropped = self.not_for_prefill
+        leg = {name: 1 if name in _LIMITS else value for name, value in body.items() if name not in dropped}
+        leg |= self.prefill
+        return leg
 
     # --- The parts of an answer
 
@@ -224,7 +225,7 @@ class _MessageEvents:
         return read.type == "message_stop"
 
 
-# Tools that the client runs. An engine that runs one itself sends the same ticket with each further prompt.
+# Tools that the client runs. An engine that runs a tool uses the same ticket for each further prompt.
 _CLIENTS_TOOLS = ("function", "custom", "namespace", "local_shell", "shell", "apply_patch")
 _KEPT = ("store", "background", "previous_response_id", "conversation", "prompt")  # An engine keeps these.
 _ITEM_REFERENCE = b'"item_reference"'
@@ -232,10 +233,6 @@ _ITEM_REFERENCE = b'"item_reference"'
 
 def _is_clients_tool(tool: Any) -> bool:
     return isinstance(tool, dict) and tool.get("type") in _CLIENTS_TOOLS
-
-
-def _as_list(tools: Any) -> list[Any]:
-    return [] if tools is None else tools if isinstance(tools, list) else [tools]
 
 
 class Responses(Dialect):
@@ -255,9 +252,9 @@ class Responses(Dialect):
             return True
         if body.get("truncation") not in (None, "disabled"):
             return True  # An engine cuts the prompt to what the limit of output tokens leaves.
-        if not all(_is_clients_tool(tool) for tool in _as_list(body.get("tools"))):
+        tools, given = body.get("tools"), body.get("input")
+        if tools is not None and not (isinstance(tools, list) and all(map(_is_clients_tool, tools))):
             return True
-        given = body.get("input")
         return isinstance(given, msgspec.Raw) and _ITEM_REFERENCE in bytes(given)
 
     def reads_end(self) -> Callable[[bytes], bool]:

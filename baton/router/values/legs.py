@@ -16,7 +16,7 @@ Addresses and tickets come from engines only: a body that brings its own is refu
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -286,7 +286,7 @@ def shape_of(body: Mapping[str, Any], dialect: Dialect) -> Shape:
     """The shape of a request. Never raises: an engine refuses a malformed request, in its own words."""
     if dialect.texts:
         parts = [_decoded(body.get(name)) for name in dialect.texts]
-        texts = list(_texts(parts))
+        texts = _texts(parts)
         num_tokens = sum(map(len, texts)) // CHARS_PER_TOKEN
         return Shape(num_tokens, _key(body, _leading(texts)), _direct_reason(body, None), _is_text(parts[0]))
     prompt = body.get("prompt")
@@ -329,17 +329,18 @@ def _is_text(messages: Any) -> bool:
     )
 
 
-def _texts(prompt: Any) -> Iterator[str]:
+def _texts(prompt: list[Any]) -> list[str]:
     """The texts in a prompt, in their order. A prompt may be nested deeply, so this does not recurse."""
-    left = [prompt]
+    texts, left = [], prompt[::-1]
     while left:
         part = left.pop()
         if isinstance(part, str):
-            yield part
+            texts.append(part)
         elif isinstance(part, list):
-            left += reversed(part)
+            left += part[::-1]
         elif isinstance(part, dict):
             left += [value for name, value in reversed(part.items()) if name not in _NO_TEXTS]
+    return texts
 
 
 def _leading(texts: Iterable[str]) -> str:
