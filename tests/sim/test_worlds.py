@@ -252,7 +252,7 @@ def test_no_invariant_breaks_for_messages_and_responses(
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
     assert report.counts["handoffs delivered"] > 2 * report.num_worlds
     assert report.counts["client: answered"] > 3 * report.num_worlds
-    wanted = {"hung up", "leg: broken", "loans taken back", "router: hedges_won"}
+    wanted = {"hung up", "leg: broken", "loans taken back", "router: retries decode"}
     assert wanted - report.counts.keys() == set()
 
 
