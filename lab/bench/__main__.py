@@ -15,6 +15,7 @@ ALL = {
     **BENCHMARKS,
     "handoff": "lab.bench.handoff.command",
     "decode-graphs": "lab.bench.decode_graphs",
+    "agent": "lab.bench.agent_session",
     "choice": "lab.bench.fleet.choice",
     "engine-steps": "lab.bench.engine_steps",
     "eviction": "lab.bench.eviction",
