@@ -69,5 +69,8 @@ def sampling_digest(params: SamplingParams, stop_token_ids: Iterable[int], num_t
     num_blocked = min(params.min_tokens, num_tokens)  # Positions at which nothing may end the output.
     blocked = sorted(stop_token_ids) if num_blocked else []
     barred = (params.allowed_token_ids, params.bad_words_token_ids)
-    deciding = (draw, penalties, sorted(params.logit_bias.items()), num_blocked, blocked, barred)
+    deciding: tuple[object, ...] = (draw, penalties, sorted(params.logit_bias.items()))
+    deciding += (num_blocked, blocked, barred)
+    if params.grammar is not None:
+        deciding += (params.grammar,)
     return hashlib.blake2b(msgspec.msgpack.encode(deciding), digest_size=DIGEST_BYTES).digest()

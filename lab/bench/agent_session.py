@@ -66,7 +66,7 @@ def body_of(path: str, turn: int, system: str) -> dict[str, Any]:
         "model": MODEL_NAME,
         "temperature": 0,
         "stream": True,
-        "cache_salt": f"{system} {path}",
+        "cache_salt": f"{system}{path.replace('/', '-')}",
     }
     ask = {"role": "user", "content": "Which file has the values?"}
     tool = {"name": "open", "description": "Opens a file."}

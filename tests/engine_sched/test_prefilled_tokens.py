@@ -207,6 +207,9 @@ OTHER = [
     ({"allowed_token_ids": (3, 4)}, {"allowed_token_ids": (3,)}),
     ({"bad_words_token_ids": ((4,),)}, {}),
     ({"bad_words_token_ids": ((4,),)}, {"bad_words_token_ids": ((4, 5),)}),
+    ({"grammar": "one"}, {}),
+    ({}, {"grammar": "one"}),
+    ({"grammar": "one"}, {"grammar": "two"}),
 ]
 
 
@@ -258,6 +261,7 @@ def test_every_sampling_parameter_has_a_place_in_the_digest_or_a_reason_not_to()
         "frequency_penalty",
         "allowed_token_ids",
         "bad_words_token_ids",
+        "grammar",
     }
     ends_only = {"stop_token_ids", "ignore_eos"}  # Together with min_tokens: blocked until then.
     shows_or_counts_only = {"max_tokens", "logprobs", "prompt_logprobs"}

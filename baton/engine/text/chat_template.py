@@ -176,14 +176,14 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Such a message becomes one of the system. Templates want one system message, and want it first: if any
     message of a developer is there, the texts of all system messages are joined.
     """
-    if all(message["role"] != "developer" for message in messages):
+    if all(message.get("role") != "developer" for message in messages):
         return messages
-    plain = [_of_system(message) if message["role"] == "developer" else message for message in messages]
-    if all(message["role"] != "system" for message in plain[1:]):
+    plain = [_of_system(message) if message.get("role") == "developer" else message for message in messages]
+    if all(message.get("role") != "system" for message in plain[1:]):
         return plain
-    texts = [_content(message, as_parts=False) for message in plain if message["role"] == "system"]
+    texts = [_content(message, as_parts=False) for message in plain if message.get("role") == "system"]
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
-    return [merged, *(message for message in plain if message["role"] != "system")]
+    return [merged, *(message for message in plain if message.get("role") != "system")]
 
 
 def _of_system(message: dict[str, Any]) -> dict[str, Any]:
