@@ -32,7 +32,7 @@ class Constraint(NamedTuple):
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
-    name: str = ""
+    name: str
     description: str | None = None
     schema: dict[str, Any] | None = None  # None: any JSON.
     strict: bool | None = None  # The answer always obeys.
