@@ -39,6 +39,10 @@ TURNS = {
         {"type": "function_call_output", "call_id": "t1", "output": "x = 1\n" * 80},
     ],
 }
+ENDS = {  # vLLM 0.33 calls a response incomplete if its limit ends it.
+    "/v1/messages": ("message_stop",),
+    "/v1/responses": ("response.completed", "response.incomplete"),
+}
 # Values that are new in each answer, and tokens that one engine has no cache for.
 NEW = {"id", "item_id", "call_id", "created_at", "request_id", "kv_transfer_params", "signature"}
 NEW |= {"cached_tokens", "cached_tokens_per_turn", "cache_write_tokens"}
@@ -136,7 +140,7 @@ def test_an_answer_is_one_engines(
     if is_stream:
         found = events_of(router, path, body)
         assert found == events_of(one, path, body)
-        assert found[-1][0] == ("message_stop" if path == "/v1/messages" else "response.completed")
+        assert found[-1][0] in ENDS[path]
     else:
         answers = [server.client.post(f"{server.url}{path}", json=body) for server in (router, one)]
         assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
