@@ -61,7 +61,7 @@ class Turn:
 
 
 def body_of(path: str, turn: int, system: str) -> dict[str, Any]:
-    """The request of a turn, with all that was said before it."""
+    """The request of a turn, with all that came before it."""
     body: dict[str, Any] = {
         "model": MODEL_NAME,
         "temperature": 0,
@@ -70,21 +70,27 @@ def body_of(path: str, turn: int, system: str) -> dict[str, Any]:
     }
     ask = {"role": "user", "content": "Which file has the values?"}
     tool = {"name": "open", "description": "Opens a file."}
-    said: list[dict[str, Any]] = [ask]
+    history: list[dict[str, Any]] = [ask]
     for number in range(turn):
         call, file, text = f"call-{number}", {"path": f"file_{number}.py"}, f"# {number}\n{RESULT}"
         if path == "/v1/messages":
             use = {"type": "tool_use", "id": call, "name": "open", "input": file}
             result = {"type": "tool_result", "tool_use_id": call, "content": text}
-            said += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+            history += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
         else:
             use = {"type": "function_call", "call_id": call, "name": "open", "arguments": json.dumps(file)}
-            said += [use, {"type": "function_call_output", "call_id": call, "output": text}]
+            history += [use, {"type": "function_call_output", "call_id": call, "output": text}]
     if path == "/v1/messages":
         tools = [{**tool, "input_schema": SCHEMA}]
-        return {**body, "system": RULES, "messages": said, "tools": tools, "max_tokens": ANSWER_TOKENS}
+        return {**body, "system": RULES, "messages": history, "tools": tools, "max_tokens": ANSWER_TOKENS}
     tools = [{**tool, "type": "function", "parameters": SCHEMA}]
-    return {**body, "instructions": RULES, "input": said, "tools": tools, "max_output_tokens": ANSWER_TOKENS}
+    return {
+        **body,
+        "instructions": RULES,
+        "input": history,
+        "tools": tools,
+        "max_output_tokens": ANSWER_TOKENS,
+    }
 
 
 def ask(http: httpx.Client, url: str, path: str, body: dict[str, Any]) -> Turn:
