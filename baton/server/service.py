@@ -166,7 +166,7 @@ class Service:
             )
         if max_tokens is None:  # vLLM's name of it in a checkpoint.
             default = self.model_config.generation_config.get("max_new_tokens")
-            max_tokens = default if isinstance(default, int) and default > 0 else None
+            max_tokens = default if type(default) is int and default > 0 else None
         arrival_time_s = time.monotonic()
         samples = []
         whole: SamplingParams | None = None

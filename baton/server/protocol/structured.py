@@ -57,7 +57,10 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the first five. An option that this server does not have is refused: it changes the answer."""
+    """Exactly one of the first five fields is given.
+
+    An option that this server does not have is refused, because it would change the answer.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
